@@ -38,6 +38,8 @@ OF_INPUTS = [
     ("reward.path=no.py", "reward.path=no.py: no such file"),
     ("reward.name=no", "reward.name=no: "),
     ("agents.environment=no", "there is no environment of kind 'no'"),
+    ("checkpoint.hub_repo=policy", "checkpoint.hub_repo=policy: the hub names repositories owner"),
+    ("checkpoint.hub_repo=me/policy", "there is no token of the hub here; log in by `hf auth"),
     ("log.wandb_project=mine", "needs the package wandb: pip install wandb"),
 ]
 CALL = """

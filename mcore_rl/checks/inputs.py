@@ -22,6 +22,7 @@ from mcore_rl.config import (
     AgentsConfig,
     AlarmsConfig,
     AlgorithmConfig,
+    CheckpointConfig,
     Config,
     EvalSetConfig,
     LogConfig,
@@ -50,6 +51,8 @@ DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
 MIXING_COMMANDS = ("train", "pairs")
 """Commands that read data.sources."""
 SAMPLING_COMMANDS = ("train", "pairs", "eval")
+TRAINING_COMMANDS = ("train", "sft", "dpo")
+_HUB_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 ON_HUB = "hf://"
 """Data files of the hub begin so."""
@@ -159,6 +162,8 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
         yield partial(_check_packages, config.log, place)
         yield partial(_check_alarms, config.alarms, place)
         yield partial(_check_port, config.log, place)
+    if command in TRAINING_COMMANDS and config.checkpoint.hub_repo and place.is_here:
+        yield partial(_check_hub_repo, config.checkpoint)
     if config.checkpoint.keep_best:
         yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
 
@@ -355,6 +360,22 @@ def _check_packages(log: LogConfig, place: RunPlace) -> None:
                 f"{option} needs the package {package}: pip install {package}, or leave the"
                 " option out"
             )
+
+
+def _check_hub_repo(checkpoint: CheckpointConfig) -> None:
+    """Raise ValueError if the export could not be uploaded when the run ends."""
+    from huggingface_hub import constants, get_token
+
+    option = f"checkpoint.hub_repo={checkpoint.hub_repo}"
+    if not _HUB_REPO.fullmatch(checkpoint.hub_repo):
+        raise ValueError(f"{option}: the hub names repositories owner/name")
+    if not checkpoint.export_hf:
+        raise ValueError(f"{option} uploads the export: set checkpoint.export_hf=true as well")
+    if not constants.HF_HUB_OFFLINE and get_token() is None:
+        raise ValueError(
+            f"{option}: there is no token of the hub here; log in by `hf auth login`, set HF_TOKEN,"
+            " or set HF_HUB_OFFLINE=1 to be told what would be uploaded"
+        )
 
 
 def _check_alarms(alarms: AlarmsConfig, place: RunPlace) -> None:

@@ -265,6 +265,22 @@ class CheckpointConfig(Options, group="checkpoint"):
     """
     export_hf: bool = True
     """Write the final policy to <run.dir>/hf."""
+    export_every_steps: int = bounded(0, ge=0)
+    """With every checkpoint of a step that this divides, also write the policy to
+    <run.dir>/hf_steps/step_000010; training waits for it. A multiple of every_steps; 0: none."""
+    hub_repo: str = ""
+    """owner/name on the Hugging Face hub to which <run.dir>/hf is uploaded after the last step; a
+    repository that is not there is created, private. Empty: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        exports, saves = self.export_every_steps, self.every_steps
+        if exports and (not saves or exports % saves):
+            raise ValueError(
+                f"checkpoint.export_every_steps={exports} must be a multiple of"
+                f" checkpoint.every_steps={saves}, since exports come with checkpoints;"
+                f" set both, such as to {exports}"
+            )
 
 
 @dataclass

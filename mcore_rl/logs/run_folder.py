@@ -5,6 +5,7 @@ logs/            controller.log, one file per rank and per engine
 config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
 hf/, critic_hf/  the exported policy and critic
+hf_steps/        exports of earlier steps: step_000010, ...
 profile/         captures of steps, if the recipe asks for them
 skipped/         batches of optimizer steps that were left out
 finished.json    the last step, once a command did all it had to do
@@ -119,6 +120,9 @@ class RunFolder:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:06d}"
+
+    def step_export(self, step: int) -> Path:
+        return self.path / "hf_steps" / f"step_{step:06d}"
 
     def critic_checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"critic_{step:06d}"

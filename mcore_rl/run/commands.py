@@ -38,6 +38,7 @@ from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.process.signals import handle_stops
+from mcore_rl.run.hub_upload import upload_export
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_engines_load,
@@ -317,6 +318,8 @@ def _run(
                 with tell_stage("start-up: Ray", is_told=True):
                     processes = stack.enter_context(started)
                 yield folder, newest, processes
+            if size.trainer and config.checkpoint.hub_repo:
+                upload_export(config.checkpoint.hub_repo, folder.export, last_step)
 
 
 COMMANDS: Mapping[str, Callable[[Config], None]] = {

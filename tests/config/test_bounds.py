@@ -46,7 +46,7 @@ FREE_TEXTS = {
     *("name", "correct_part", "role_part", "verdict", "column"),  # of functions, judges, files
     *("trackio_project", "swanlab_project", "entity", "group", "webhook", "prometheus_host"),
     *("prompt", "answer", "images", "videos", "data_source", "extra_info", "system"),  # of columns
-    "best_metric",  # checked before a run
+    *("best_metric", "hub_repo"),  # checked before a run
     *("environment", "python", "tool_parser", "reasoning_parser"),  # checked before a run
     "recompute",  # modules, which tests/config/test_training.py checks
 }

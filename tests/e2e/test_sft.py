@@ -13,12 +13,18 @@ Start = Callable[..., Run]
 COMMON = ("model.init=random", "sft.batch_size=16")
 
 
+def read_folder(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def losses_of(run: Run) -> dict[int, float]:
     return {int(line["step"]): line["loss/nll"] for line in run.metrics() if "loss/nll" in line}
 
 
 def test_sft_from_random_weights_learns_and_exports(start: Start) -> None:
-    run = start("sft", "sft.steps=20", "profile.steps=[2,5]", "profile.ranks=[1]", *COMMON)
+    profile = ("profile.steps=[2,5]", "profile.ranks=[1]")
+    exports = ("checkpoint.every_steps=10", "checkpoint.export_every_steps=10")
+    run = start("sft", "sft.steps=20", *profile, *exports, *COMMON)
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
     losses = [*losses_of(run).values()]
@@ -26,6 +32,10 @@ def test_sft_from_random_weights_learns_and_exports(start: Start) -> None:
     assert sum(losses[-5:]) / 5 < 0.8 * losses[0]
     model = AutoModelForCausalLM.from_pretrained(run.run_dir / "hf")
     assert model.config.architectures == ["Qwen3MoeForCausalLM"]
+    steps = run.run_dir / "hf_steps"
+    assert sorted(path.name for path in steps.iterdir()) == ["step_000010", "step_000020"]
+    whole = read_folder(run.run_dir / "hf")
+    assert read_folder(steps / "step_000020") == whole != read_folder(steps / "step_000010")
     captures = sorted(path.name for path in (run.run_dir / "profile").iterdir())
     assert captures == [f"trainer_rank1_step{step}.json.gz" for step in (2, 5)]
     speed = [line["train/tflops_per_gpu"] for line in run.metrics() if "loss/nll" in line]

@@ -18,7 +18,7 @@ from mcore_rl.batches.packing import Plan, plan_microbatches, plan_shared_microb
 from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.batches.stored_batch import find_stored_sharing, in_parts
 from mcore_rl.config import CheckpointConfig, ParallelConfig, TrainConfig
-from mcore_rl.logs.progress import look, say, say_once
+from mcore_rl.logs.progress import look, say, say_once, tell_stage
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.clock import now_s
 from mcore_rl.run.roles.failed_saves import (
@@ -66,6 +66,8 @@ class RankCalls(Protocol[ShareTaken, Values]):
     def save(self, folder: str, extra: dict[str, Any]) -> FailedSaves | None: ...
 
     def finish_save(self) -> FailedSaves | None: ...
+
+    def export_hf(self, folder: str) -> None: ...
 
 
 class CriticCalls(Protocol):
@@ -208,7 +210,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         """Wait for the previous save, start this one, then remove those that are not to be kept.
 
         Returns once this save is complete, unless checkpoint.asynchronous is set. The console tells
-        when it is.
+        when it is. An export of the step, where one is due, is complete, too.
         """
         say(f"saving step {step}")
         say_once(lambda: self._folder.is_saved(step), f"saved step {step}")
@@ -220,6 +222,10 @@ class PackedTrainer(Generic[Batch, Share, Values]):
             note_failed_saves(self._folder, self._ranks.finish_save())
             look()
         prune_if_possible(self._folder, self._checkpoint)
+        every_steps = self._checkpoint.export_every_steps
+        if every_steps and step % every_steps == 0:
+            with tell_stage(f"export of step {step}", is_told=True):
+                self._ranks.export_hf(str(self._folder.step_export(step)))
 
     def _cut(self, batch: Batch) -> list[Share]:
         """Return the micro-batches of each data-parallel coordinate."""

@@ -95,6 +95,9 @@ class EchoRanks:
     def finish_save(self) -> None:
         self.saved.append("finished")
 
+    def export_hf(self, folder: str) -> None:
+        self.saved.append(folder)
+
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
     ids_T = torch.arange(sum(lens_N))
@@ -342,6 +345,26 @@ def test_checkpoints_are_named_by_step_and_pruned(
 
 
 @pytest.mark.timeout(30)
+def test_exports_come_with_the_checkpoints_of_their_steps(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, 1, 1)
+    trainer._checkpoint = CheckpointConfig(every_steps=2, export_every_steps=4)
+    for step in (2, 4, 7, 8):
+        trainer.save(step, {})
+    folder = RunFolder(tmp_path)
+    written = [folder.checkpoint(2), folder.checkpoint(4), folder.step_export(4)]
+    written += [folder.checkpoint(7), folder.checkpoint(8), folder.step_export(8)]
+    assert isinstance(trainer._ranks, EchoRanks)
+    assert trainer._ranks.saved == [str(path) for path in written]
+
+
+@pytest.mark.parametrize("every_steps", [0, 3])
+def test_exports_without_checkpoints_are_refused(every_steps: int) -> None:
+    with pytest.raises(
+        ValueError, match=r"export_every_steps=4 must be a multiple .* such as to 4"
+    ):
+        CheckpointConfig(every_steps=every_steps, export_every_steps=4)
+
+
 def test_the_event_loop_goes_on_while_its_caller_does_something_else(
     interruptible: Callable[[], None],
 ) -> None:
