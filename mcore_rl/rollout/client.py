@@ -138,10 +138,12 @@ class EngineSet:
     ) -> EngineLoad:
         """Return the engine of the prompt's other requests, or the least loaded if it has too many.
 
-        Engines that already failed the request come last, those with a full KV cache next to last.
-        Raises RolloutError if no engine serves.
+        Engines of other nodes are asked if the client's own do not serve, or failed the request:
+        a dead engine may not be known as such yet. Engines that already failed it come last, those
+        with a full KV cache next to last. Raises RolloutError if no engine serves.
         """
-        serving = self._list_serving(self.own) or self._list_serving(self._engines)
+        own = [engine for engine in self._list_serving(self.own) if engine not in failed]
+        serving = own or self._list_serving(self._engines)
         if not serving:
             reasons = "; ".join(
                 f"{e.address}: {self.health.why_out(e.address.url)}" for e in self._engines

@@ -74,6 +74,15 @@ def test_engines_out_of_rotation_get_no_requests_of_any_collector(loop: EventLoo
     assert scene.engines[0].sampled
 
 
+def test_requests_that_a_nodes_only_engine_failed_go_to_another_node(loop: EventLoop) -> None:
+    """Nobody has noticed yet that the engine is dead: all are still in rotation."""
+    scene = CollectorScene(loop, retries=1)
+    scene.engines[0].answer = lambda body: (503, "dead")
+    assert len(scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))) == 12
+    assert scene.health.serving == [engine.url for engine in scene.engines]
+    assert scene.num_kept() == [3, 3]
+
+
 def test_a_failed_group_fails_its_call_and_the_next_one_works(loop: EventLoop) -> None:
     scene = CollectorScene(loop)
     for engine in scene.engines:

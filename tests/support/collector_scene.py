@@ -1,5 +1,7 @@
 """Two collectors on fake engines; their processes can die and come back without their samples."""
 
+from dataclasses import replace
+
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
@@ -75,8 +77,9 @@ class Losable(Collector):
 class CollectorScene:
     """Two collectors with an engine each."""
 
-    def __init__(self, loop: EventLoop) -> None:
+    def __init__(self, loop: EventLoop, retries: int = 0) -> None:
         self.run = loop.run
+        rollout = replace(CONFIG, retries=retries)
         self.engines = [FakeSGLang(loop), FakeSGLang(loop)]
         urls = [engine.url for engine in self.engines]
         addresses = [engine.address for engine in self.engines]
@@ -85,7 +88,7 @@ class CollectorScene:
         transport = HttpOptions.make(CONFIG, [9], str).open
         for url, store in zip(urls, self.stores, strict=True):
             health = EngineHealth(urls)
-            client = RolloutClient(addresses, CONFIG, transport, health, own=[url])
+            client = RolloutClient(addresses, rollout, transport, health, own=[url])
             self.collectors.append(Losable(client, health, store))
         self.health = EngineHealth(urls)
         self.pool = CollectorPool(self.collectors, [1, 1], self.health, CONFIG.max_concurrency)
