@@ -1,5 +1,6 @@
 """Makes the losses that train ranks apply to each micro-batch, from the recipe's options."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -19,6 +20,9 @@ from mcore_rl.algo.values import value_loss
 from mcore_rl.config import AlgorithmConfig, CriticConfig
 from mcore_rl.process.errors import describe_error
 from mcore_rl.types import TrainBatch
+
+_NO_RANKS = "process group has not been initialized"
+"""torch.distributed says so where there are no ranks."""
 
 
 class TokenLoss(Protocol):
@@ -77,7 +81,11 @@ def make_policy_loss(config: AlgorithmConfig) -> TokenLoss:
 
 
 def _try_out(loss: PolicyLoss, config: AlgorithmConfig) -> None:
-    """Run the loss on two tokens, as a rank without any samples does."""
+    """Run the loss on two tokens, as a rank without any samples does.
+
+    A loss that asks for ranks cannot be tried, since there are none yet. Its breakpoints wait for
+    the ranks, too.
+    """
     logprobs_T = torch.zeros(2, requires_grad=True)
     is_token_T = torch.ones(2, dtype=torch.bool)
     tokens = LossTokens(
@@ -87,12 +95,18 @@ def _try_out(loss: PolicyLoss, config: AlgorithmConfig) -> None:
         **_over_samples(config, Sequences(sequence_sum([2], is_token_T.device), is_token_T)),
         held_back_T=is_token_T,
     )
+    hook = sys.breakpointhook
+    sys.breakpointhook = lambda *args, **options: None
     try:
         loss(tokens)
     except Exception as error:  # the user's code may raise anything
+        if _NO_RANKS in str(error):
+            return
         raise ValueError(
             f"algorithm.loss={config.loss}, tried on two tokens: {describe_error(error)}"
         ) from error
+    finally:
+        sys.breakpointhook = hook
 
 
 def make_value_loss(config: CriticConfig) -> ValueLoss:

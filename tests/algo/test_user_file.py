@@ -1,6 +1,7 @@
 """A user's file registers advantages and losses, here and in processes that unpickle the loss."""
 
 import pickle
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,22 @@ def test_a_loss_that_raises_is_refused_before_anything_starts(tmp_path: Path) ->
     )
     with pytest.raises(ValueError, match=r"loss=typo, tried on two tokens: AttributeError: "):
         make_policy_loss(config_of(tmp_path, source, loss="typo"))
+
+
+def test_a_loss_that_asks_for_ranks_or_stops_is_left_to_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        f"{IMPORT}import torch.distributed as dist\n@losses.register('ranks')\ndef make(config):\n"
+        "    def loss(tokens):\n        breakpoint()\n        dist.all_reduce(tokens.logprobs_T)\n"
+        "    return loss\n"
+    )
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(1))
+    make_policy_loss(config_of(tmp_path, source, loss="ranks"))
+    assert not stops
+    breakpoint()
+    assert stops
 
 
 @pytest.mark.parametrize("lens", [(4, 4), (8,)])
