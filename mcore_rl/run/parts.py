@@ -112,6 +112,7 @@ def make_token_trainer(
         checkpoint=checkpoint,
         speed=speed,
         skipped=SkippedSteps(folder, "policy", optimizer.max_nonfinite),
+        export=trainer.export_hf,
     )
 
 
@@ -132,6 +133,7 @@ def make_stored_trainer(config: Config, run: StartedRun) -> PackedStoredTrainer:
         checkpoint=config.checkpoint,
         speed=_time_steps(trainer, packing),
         skipped=_note_skipped(run, "policy", config.train.optimizer),
+        export=trainer.export_hf,
     )
 
 

@@ -43,7 +43,9 @@ class Handler(BaseHTTPRequestHandler):
             asked = json.loads(content)
             self.repos.setdefault(f"models/{asked['organization']}/{asked['name']}", {})
             self.messages.append(asked["visibility"])
-            self._answer_json({"url": f"https://huggingface.co/{asked['organization']}/{asked['name']}"})
+            self._answer_json(
+                {"url": f"https://huggingface.co/{asked['organization']}/{asked['name']}"}
+            )
         elif "/preupload/" in path and name in self.repos:
             files = [file["path"] for file in json.loads(content)["files"]]
             answer = {"uploadMode": "regular", "shouldIgnore": False}

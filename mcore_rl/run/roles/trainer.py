@@ -67,8 +67,6 @@ class RankCalls(Protocol[ShareTaken, Values]):
 
     def finish_save(self) -> FailedSaves | None: ...
 
-    def export_hf(self, folder: str) -> None: ...
-
 
 class CriticCalls(Protocol):
     """The critic's ranks; `per_dp` is as in RankCalls."""
@@ -175,11 +173,16 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         checkpoint: CheckpointConfig,
         speed: TrainSpeed | None = None,
         skipped: SkippedSteps | None = None,
+        export: Callable[[str], None] | None = None,
     ) -> None:
-        """`speed` adds the speed of each step to its metrics; `skipped` notes steps left out."""
+        """`speed` adds the speed of each step to its metrics; `skipped` notes steps left out.
+
+        export   writes the policy to a folder, where checkpoint.export_every_steps is set
+        """
         self._skipped = skipped or SkippedSteps(folder, "policy", 0)
         self._ranks = ranks
         self._folder = folder
+        self._export = export
         self._speed = speed
         self._packing = packing
         self._temperature = temperature
@@ -223,9 +226,9 @@ class PackedTrainer(Generic[Batch, Share, Values]):
             look()
         prune_if_possible(self._folder, self._checkpoint)
         every_steps = self._checkpoint.export_every_steps
-        if every_steps and step % every_steps == 0:
+        if self._export is not None and every_steps and step % every_steps == 0:
             with tell_stage(f"export of step {step}", is_told=True):
-                self._ranks.export_hf(str(self._folder.step_export(step)))
+                self._export(str(self._folder.step_export(step)))
 
     def _cut(self, batch: Batch) -> list[Share]:
         """Return the micro-batches of each data-parallel coordinate."""

@@ -95,9 +95,6 @@ class EchoRanks:
     def finish_save(self) -> None:
         self.saved.append("finished")
 
-    def export_hf(self, folder: str) -> None:
-        self.saved.append(folder)
-
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
     ids_T = torch.arange(sum(lens_N))
@@ -346,15 +343,20 @@ def test_checkpoints_are_named_by_step_and_pruned(
 
 @pytest.mark.timeout(30)
 def test_exports_come_with_the_checkpoints_of_their_steps(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, 1, 1)
-    trainer._checkpoint = CheckpointConfig(every_steps=2, export_every_steps=4)
+    ranks, folder = EchoRanks(), RunFolder(tmp_path)
+    trainer = PackedTokenTrainer(
+        ranks,
+        folder,
+        packing=Packing(1, 1, max_tokens=12),
+        temperature=1.0,
+        checkpoint=CheckpointConfig(every_steps=2, export_every_steps=4),
+        export=ranks.saved.append,
+    )
     for step in (2, 4, 7, 8):
         trainer.save(step, {})
-    folder = RunFolder(tmp_path)
     written = [folder.checkpoint(2), folder.checkpoint(4), folder.step_export(4)]
     written += [folder.checkpoint(7), folder.checkpoint(8), folder.step_export(8)]
-    assert isinstance(trainer._ranks, EchoRanks)
-    assert trainer._ranks.saved == [str(path) for path in written]
+    assert ranks.saved == [str(path) for path in written]
 
 
 @pytest.mark.parametrize("every_steps", [0, 3])
