@@ -219,8 +219,9 @@ def know_linear_in_latent_attention() -> None:
     """
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    multi_latent_attention.Linear = Linear
+    multi_latent_attention.Linear = absorbed_mla.Linear = Linear
 
 
 def recompute_without_fp8() -> None:

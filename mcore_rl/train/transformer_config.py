@@ -106,7 +106,8 @@ def _refuse_missing_kernels(
     config: HfConfig, options: Mapping[str, Any], parallel: ParallelConfig, train: TrainConfig
 ) -> None:
     refuse_unavailable(train.megatron, parallel.cp if "softmax_type" in options else 1)
-    if options.get("experimental_attention_variant") and not gated_delta_net.HAVE_FLA:
+    variant = options.get("experimental_attention_variant")
+    if variant == "gated_delta_net" and not gated_delta_net.HAVE_FLA:
         raise ValueError(
             f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
             " from flash-linear-attention, which is not installed: pip install 'mcore_rl[gpu]'"

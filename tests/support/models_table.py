@@ -31,6 +31,8 @@ MODELS = {
     "moonlight": ("DeepseekV3ForCausalLM", "Moonlight-16B-A3B"),
     "kimi_k2": ("DeepseekV3ForCausalLM", "Kimi-K2"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepSeek-V2-Lite"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepSeek-V3.2"),
+    "glm5": ("GlmMoeDsaForCausalLM", "GLM-5, GLM-5.1"),
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3-Next-80B-A3B"),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3.5, 3.6, dense, text alone"),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3.5, 3.6, experts, text alone"),

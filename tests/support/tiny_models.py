@@ -67,6 +67,8 @@ BIASED_ROUTING = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 4,
 }
+# With few heads, all of them may score 0 for several keys, between which the choice is arbitrary.
+INDEXER = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -227,6 +229,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_method": "greedy",
         },
     ),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {
+            **LATENT,
+            **INDEXER,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "n_group": 4,
+            "topk_group": 2,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm5": (
+        "GlmMoeDsaConfig",
+        {
+            **LATENT,
+            **UNGROUPED,
+            **INDEXER,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rms_norm_eps": 1e-6,  # norms of latents have it in transformers whatever it says
+            "indexer_rope_interleave": True,
+        },
+    ),
 }
 EVERY_FOURTH = {"full_attention_interval": 4}
 DEEPSEEK_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -234,6 +264,8 @@ SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "moonlight": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V3,
+    "glm5": DEEPSEEK_V3,
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
     "qwen3_next": EVERY_FOURTH,
     "qwen3_5": EVERY_FOURTH,

@@ -107,8 +107,11 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         f"{_CPU}:know_linear_in_latent_attention",
-        (f"{_CORE}.transformer.multi_latent_attention.Linear",),
-        by="`Linear` in `multi_latent_attention`, None without Transformer Engine, by the class",
+        (
+            f"{_CORE}.transformer.multi_latent_attention.Linear",
+            f"{_CORE}.transformer.experimental_attention_variant.absorbed_mla.Linear",
+        ),
+        by="`Linear` in both, None without Transformer Engine, by the class",
         reason="it refuses any other module for its projections down",
         on_gpu="Transformer Engine's TELinear",
         test=f"{_TEST}::test_know_linear_in_latent_attention",

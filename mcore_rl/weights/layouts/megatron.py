@@ -53,6 +53,11 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "pre_mlp_layernorm": None,
     "q_layernorm": None,
     "k_layernorm": None,
+    "kv_layernorm": None,
+    "indexer.linear_wq_b": None,
+    "indexer.linear_wk": None,
+    "indexer.k_norm": None,
+    "indexer.linear_weights_proj": None,
     "core_attention": ROWS,
 }
 """Megatron module -> the axis of its weight that tensor parallelism cuts, None for none.

@@ -22,6 +22,7 @@ from mcore_rl.weights.models.qwen_llama_mixtral import (
 )
 from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
 from mcore_rl.weights.models.settings import find_rope_refusal, read_rope, refuse_quantized
+from mcore_rl.weights.models.sparse_attention import DEEPSEEK_V32, GLM5
 from mcore_rl.weights.models.table import Family, HfConfig, Shape
 from mcore_rl.weights.models.value_head import make_classifier
 
@@ -35,6 +36,8 @@ CAUSAL = (
     GPT_OSS,
     DEEPSEEK_V3,
     DEEPSEEK_V2,
+    DEEPSEEK_V32,
+    GLM5,
     QWEN3,
     QWEN2,
     LLAMA,
@@ -56,13 +59,8 @@ LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}
 
 _WITH_TOWER = "its vision tower has no table here; its language model alone has one"
-_SPARSE_ATTENTION = (
-    "its attention reads only keys that an indexer chooses, which the attention here cannot"
-)
 
 REFUSED: Mapping[str, str] = {
-    "DeepseekV32ForCausalLM": _SPARSE_ATTENTION,
-    "GlmMoeDsaForCausalLM": _SPARSE_ATTENTION,
     "Qwen3_5ForConditionalGeneration": _WITH_TOWER,
     "Qwen3_5MoeForConditionalGeneration": _WITH_TOWER,
     "MiniMaxForCausalLM": (

@@ -52,6 +52,13 @@ LAYOUTS: Mapping[str, list[Layout]] = {
         {"tp": 2, "cp": 2, "ep": 4},
     ],
     "deepseek_v2": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
+    "deepseek_v32": [
+        {"tp": 2, "pp": 2, "ep": 2},
+        {"tp": 2, "ep": 2, "etp": 2},
+        {"pp": 2, "vpp": 2, "ep": 2},
+        {"tp": 2, "cp": 2, "ep": 4},
+    ],
+    "glm5": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
     "qwen3_next": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "qwen3_5": [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     "qwen3_5_moe": [{"tp": 4, "ep": 2, "etp": 2}, {"pp": 2, "vpp": 2, "ep": 2}],

@@ -1,0 +1,169 @@
+"""DeepSeek-V3.2 and GLM-5 (also 5.1): latent attention to the keys that an indexer chooses.
+
+The rest of both models is a DeepSeek-V3. In every layer an indexer scores all keys of a query with
+small heads of its own, and attention reads the best `index_topk` of them (DeepSeek-V3.2, DeepSeek
+Sparse Attention). Megatron projects and normalizes one after the other, as the indexer reads
+queries between the two:
+
+    Megatron key in self_attention.                  HF name in self_attn.
+    q_layernorm, linear_q_up_proj                <-  q_a_layernorm, q_b_proj
+    core_attention.indexer.linear_wq_b           <-  indexer.wq_b             queries, from q_a
+    core_attention.indexer.linear_wk, k_norm     <-  indexer.wk, k_norm       one key for all heads
+    core_attention.indexer.linear_weights_proj   <-  indexer.weights_proj     weight of each head
+
+The rotary embedding of the indexer turns halves of a head in DeepSeek-V3.2 and neighbors in GLM-5,
+that of attention neighbors in both. The Hadamard transform of DeepSeek's own code serves FP8 alone:
+it turns queries and keys alike and leaves their products as they are, so there is none here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, read_deepseek_sizes
+from mcore_rl.weights.models.settings import (
+    find_rope_theta_refusal,
+    is_after_dense_layers,
+    match_mtp_names,
+    need,
+)
+from mcore_rl.weights.models.table import Family, HfConfig
+
+SPARSE = "dsa"
+"""megatron-core's name of this kind of attention."""
+INDEXER = "core_attention.indexer."
+"""What the Megatron keys of an indexer begin with, within self_attention."""
+INDEXER_NORM_EPSILON = 1e-6
+"""Epsilon of the norm of an indexer's keys, built into both models."""
+UNSHARED = (1, None)
+"""Values of settings by which no layer takes the choice of another one."""
+
+
+def read_sparse_sizes(config: HfConfig) -> Mapping[str, int]:
+    """Return the sizes of DeepSeek-V3 and of the indexers. Raises ValueError for a missing key."""
+    heads = need(config, "index_n_heads")
+    head = need(config, "index_head_dim")
+    return {
+        **read_deepseek_sizes(config),
+        "q_rank": need(config, "q_lora_rank"),
+        "index_topk": need(config, "index_topk"),
+        "index_heads": heads,
+        "index_head": head,
+        "index_q": heads * head,
+    }
+
+
+def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any]:
+    """Return the arguments of DeepSeek-V3 and of the indexers.
+
+    interleaved   whether the indexer's rotary embedding turns neighbors, not halves
+    """
+    sizes = read_sparse_sizes(config)
+    return {
+        **DEEPSEEK_V3.options(config),
+        "experimental_attention_variant": SPARSE,
+        "dsa_indexer_n_heads": sizes["index_heads"],
+        "dsa_indexer_head_dim": sizes["index_head"],
+        "dsa_indexer_topk": sizes["index_topk"],
+        "dsa_indexer_rope_interleaved": interleaved,
+        "dsa_indexer_rotate_activation": False,
+        "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPSILON,
+    }
+
+
+def find_sparse_refusal(config: HfConfig) -> str:
+    """Return why a model cannot be carried whose settings are supported one by one, or ""."""
+    num_layers = need(config, "num_hidden_layers")
+    dense = min(config.get("first_k_dense_replace") or 0, num_layers)
+    lists = {
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
+        "layer_types": ["indexed_attention"] * num_layers,
+        "indexer_types": ["full"] * num_layers,
+    }
+    reasons = {
+        "mlp_layer_types": f"first_k_dense_replace={config.get('first_k_dense_replace')} says",
+        "layer_types": "sparse attention in every layer is",
+        "indexer_types": "an indexer in every layer is; layers that share one are not supported",
+    }
+    for key, wanted in lists.items():
+        if config.get(key) is not None and list(config[key]) != wanted:
+            return f"{key}={config[key]!r:.80} is not what {reasons[key]}"
+    if "S" in (config.get("index_topk_pattern") or ""):
+        return (
+            f"index_topk_pattern={config['index_topk_pattern']!r:.80} has layers that share an"
+            " indexer, which are not supported"
+        )
+    sizes = read_sparse_sizes(config)
+    if sizes["index_topk"] < 1 or sizes["index_head"] < need(config, "qk_rope_head_dim"):
+        return (
+            f"index_topk={sizes['index_topk']} and index_head_dim={sizes['index_head']}: an indexer"
+            " chooses at least one key, and its heads are no narrower than"
+            f" qk_rope_head_dim={config['qk_rope_head_dim']}"
+        )
+    return find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
+
+
+def _make_attention_rule(key: str, name: str, *axes: str) -> Any:
+    return rules.make_layer_rule(rules.ATTENTION + key, "self_attn." + name, *axes)
+
+
+RULES = (
+    *rules.MODEL,
+    rules.make_layer_rule("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    _make_attention_rule("linear_q_down_proj.weight", "q_a_proj.weight", "q_rank", "hidden"),
+    _make_attention_rule("q_layernorm.weight", "q_a_layernorm.weight", "q_rank"),
+    _make_attention_rule("linear_q_up_proj.weight", "q_b_proj.weight", "q", "q_rank"),
+    _make_attention_rule(
+        "linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "kv_down", "hidden"
+    ),
+    _make_attention_rule("kv_layernorm.weight", "kv_a_layernorm.weight", "kv_rank"),
+    _make_attention_rule("linear_kv_up_proj.weight", "kv_b_proj.weight", "kv_up", "kv_rank"),
+    _make_attention_rule("linear_proj.weight", "o_proj.weight", "hidden", "v"),
+    _make_attention_rule(
+        INDEXER + "linear_wq_b.weight", "indexer.wq_b.weight", "index_q", "q_rank"
+    ),
+    _make_attention_rule(INDEXER + "linear_wk.weight", "indexer.wk.weight", "index_head", "hidden"),
+    _make_attention_rule(INDEXER + "k_norm.weight", "indexer.k_norm.weight", "index_head"),
+    _make_attention_rule(INDEXER + "k_norm.bias", "indexer.k_norm.bias", "index_head"),
+    _make_attention_rule(
+        INDEXER + "linear_weights_proj.weight",
+        "indexer.weights_proj.weight",
+        *("index_heads", "hidden"),
+    ),
+    *rules.DENSE_MLP,
+    *rules.EXPERTS,
+    rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
+    *rules.SHARED_EXPERTS,
+)
+
+DEEPSEEK_V32 = Family(
+    "DeepseekV32ForCausalLM",
+    RULES,
+    read_sparse_sizes,
+    is_after_dense_layers,
+    lambda config: make_sparse_options(config, interleaved=False),
+    {
+        **DEEPSEEK_V3.supported,
+        "indexer_rope_interleave": (False,),
+        "index_topk_freq": UNSHARED,
+        "cli_factor": UNSHARED,
+        "index_kpool": UNSHARED,
+        "index_k_norm_type": ("layer",),
+        "index_init_tokens": (0,),
+        "index_local_tokens": (0,),
+    },
+    rope_types=DEEPSEEK_V3.rope_types,
+    refusal=find_sparse_refusal,
+    explicit=DEEPSEEK_V3.explicit,
+    carried=match_mtp_names,
+)
+
+GLM5 = replace(
+    DEEPSEEK_V32,
+    architecture="GlmMoeDsaForCausalLM",
+    options=lambda config: make_sparse_options(config, interleaved=True),
+    supported={**DEEPSEEK_V32.supported, "indexer_rope_interleave": (True,)},
+    # SGLang takes False for the first key, transformers True.
+    explicit=("indexer_rope_interleave", *DEEPSEEK_V3.explicit),
+)
