@@ -204,7 +204,8 @@ NATIVE_PATHS = frozenset({"/generate", "/encode", "/classify"})
 
 _FLAGS = (
     *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"),
-    *("return_logprob", "return_routed_experts", "return_text_in_logprobs", "stream", "echo"),
+    *("return_logprob", "return_routed_experts", "return_indexer_topk", "stream", "echo"),
+    "return_text_in_logprobs",
 )
 _TEXTS = ("rid", "request_id", "extra_key", "cache_salt", "session_id", "routing_key")
 _NAMED = (*_TEXTS, "conversation_id")
@@ -238,7 +239,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             *("multi_item_delimiter_indices", "token_indices_to_pool", "decision_layout"),
-            *("return_indexer_topk", "return_sampling_mask", "sampling_logprobs_mode"),
+            *("return_sampling_mask", "sampling_logprobs_mode"),
             *("return_hidden_states", "return_pooled_hidden_states", "return_bytes"),
             *("return_entropy", "return_flat_raw_top_logprobs", "max_thinking_tokens"),
             *("return_flat_raw_output_top_logprobs", "mm_hashes", "mm_content_hashes"),
