@@ -175,6 +175,10 @@ RULES: Mapping[str, EngineRule] = {
     "self_attn.kv_a_proj_with_mqa": WHOLE,
     "self_attn.kv_a_layernorm": WHOLE,
     "self_attn.kv_b_proj": EngineRule("attention"),
+    "self_attn.indexer.wq_b": WHOLE,
+    "self_attn.indexer.wk": WHOLE,
+    "self_attn.indexer.k_norm": WHOLE,
+    "self_attn.indexer.weights_proj": WHOLE,
     "linear_attn": EngineRule("attention"),
     "linear_attn.in_proj_qkvz": EngineRule("attention"),
     "linear_attn.in_proj_ba": EngineRule("attention"),
@@ -211,6 +215,7 @@ RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
 
 DENSE_MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 SHARED_EXPERTS = ("mlp.shared_experts.", "mlp.shared_expert.")
+SPARSE = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 # Architectures whose SGLang model reads the option; tests compare the layout with the model.
 WITH_HEAD_BY_DP = {
     "Qwen3MoeForCausalLM",
@@ -219,6 +224,7 @@ WITH_HEAD_BY_DP = {
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    *SPARSE,
     "GptOssForCausalLM",
     "Qwen3ForCausalLM",
     QWEN3,
@@ -227,6 +233,7 @@ WITH_HEAD_BY_DP = {
 WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    *SPARSE,
     "Glm4MoeForCausalLM",
     "Glm4vMoeForConditionalGeneration",
     "KimiVLForConditionalGeneration",
@@ -239,6 +246,7 @@ WITH_DEEPEP = {
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    *SPARSE,
     "KimiVLForConditionalGeneration",
 }
 
@@ -266,6 +274,11 @@ DTYPES = {
     ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
     ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
     ("GptOssForCausalLM", "self_attn.sinks"): "bfloat16",
+    **{
+        (architecture, f"self_attn.indexer.k_norm.{kind}"): "float32"
+        for architecture in SPARSE
+        for kind in ("weight", "bias")
+    },
     ("Qwen3NextForCausalLM", "linear_attn.A_log"): "float32",
     ("Qwen3_5ForCausalLM", "linear_attn.A_log"): "float32",
     ("Qwen3_5MoeForCausalLM", "linear_attn.A_log"): "float32",

@@ -35,6 +35,8 @@ CASES = [
     ("deepseek_v3", {}, {"tp": 4, "ep": 4, "dp": 2}),
     ("deepseek_v3", {}, {"tp": 2, "pp": 3}),
     ("deepseek_v2", {}, {"tp": 2, "ep": 2}),
+    ("deepseek_v32", {}, {"tp": 2, "pp": 2, "ep": 2}),
+    ("glm5", {}, {"tp": 4, "ep": 4, "dp": 2}),
     ("qwen3", {}, {"tp": 4, "dp": 2}),
     ("qwen3", TIED, {"tp": 2, "pp": 2}),
     ("qwen2", {}, {"tp": 4, "pp": 2}),
@@ -51,6 +53,8 @@ WITH_DP = {"tp": 4, "ep": 4, "dp": 2}
 CASES += [
     ("deepseek_v3", {}, WITH_DP | HEAD | DENSE),
     ("deepseek_v3", {}, WITH_DP | DEEPEP),
+    ("deepseek_v32", {}, WITH_DP | HEAD | DENSE),
+    ("glm5", {}, WITH_DP | DEEPEP),
     ("glm4_moe", {}, WITH_DP | HEAD | DENSE),
     ("glm4_moe", {}, WITH_DP | DEEPEP),
     ("qwen3_moe", {}, WITH_DP | HEAD),
@@ -62,6 +66,7 @@ CASES += [
 """The same with SGLang's options that place tensors otherwise."""
 BFLOAT16 = [
     ("deepseek_v3", {}, {}),
+    ("deepseek_v32", {}, {}),
     ("glm4_moe", {}, {"tp": 2}),
     ("minimax_m2", {}, {"tp": 2}),
     ("gpt_oss", {"dtype": "bfloat16"}, {}),
