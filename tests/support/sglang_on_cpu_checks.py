@@ -18,6 +18,7 @@ from tests.support import (
     sglang_kernel_checks,
     sglang_native_checks,
     sglang_process_checks,
+    sglang_sparse_checks,
 )
 
 MODULES = (
@@ -26,6 +27,7 @@ MODULES = (
     sglang_kernel_checks,
     sglang_delta_net_checks,
     sglang_native_checks,
+    sglang_sparse_checks,
 )
 
 

@@ -89,8 +89,10 @@ PATCHES: tuple[Patch, ...] = (
                 *("forward_extend", "forward_decode"),
             )
         ),
-        "torch_native's loop over requests by a call per group of requests; adds sinks",
-        "the loop is 60 % of a decode step at 256 requests; gpt-oss needs sinks",
+        "torch_native's loop over requests by a call per group of requests; adds sinks and chosen"
+        " keys",
+        "the loop is 60 % of a decode step at 256 requests; gpt-oss needs sinks, DeepSeek-V3.2"
+        " chosen keys",
         "flashinfer or FlashAttention: other rounding",
     ),
     _patch(
@@ -116,6 +118,45 @@ PATCHES: tuple[Patch, ...] = (
         "gpt-oss's list of attention backends by one with torch_native",
         "`batch_attention` gives torch_native sinks",
         "a backend with sinks",
+    ),
+    _patch(
+        "sparse_attention",
+        "leave_sparse_defaults_out",
+        (f"{_SRT}.configs.model_config.is_deepseek_dsa",),
+        "the defaults of options of DeepSeek-V3.2 and GLM-5 by those of DeepSeek-V3",
+        "SGLang asks CUDA for its version to choose pages, KV dtype and kernels",
+        "chosen for the GPU",
+    ),
+    _patch(
+        "sparse_attention",
+        "keep_index_keys",
+        (f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._resolve_kv_pool_class",),
+        "the KV pool of sparse attention by one with index keys in the KV cache's dtype",
+        "SGLang's has pages of 64 keys of 128 values in FP8, for its kernels",
+        "SGLang's own",
+    ),
+    _patch(
+        "sparse_attention",
+        "choose_keys",
+        tuple(
+            f"{_SRT}.layers.attention.dsa.dsa_indexer.Indexer.{name}"
+            for name in ("__init__", "forward_native")
+        ),
+        "the missing indexer by one in torch, without FP8 and its Hadamard transform; the weights"
+        " of index heads in bfloat16 by those in the model's dtype",
+        "SGLang's runs on accelerators only",
+        "DeepGEMM or SGLang's kernels, FP8 index keys: other rounding",
+    ),
+    _patch(
+        "sparse_attention",
+        "report_chosen_keys",
+        tuple(
+            f"{_SRT}.{module}.create_indexer_capturer"
+            for module in ("model_executor.model_runner", "state_capturer.indexer_topk")
+        ),
+        "the refusal of --enable-return-indexer-topk by acceptance",
+        "`choose_keys` feeds it",
+        "accepted",
     ),
     _patch(
         "experts",

@@ -31,6 +31,12 @@ from sglang_on_cpu.processes import (
     sleep_while_paused,
 )
 from sglang_on_cpu.sampling import allow_seeded_sampling, sample_in_one_pass
+from sglang_on_cpu.sparse_attention import (
+    choose_keys,
+    keep_index_keys,
+    leave_sparse_defaults_out,
+    report_chosen_keys,
+)
 
 PATCHES: tuple[Callable[[], None], ...] = (
     fork_workers,
@@ -43,6 +49,10 @@ PATCHES: tuple[Callable[[], None], ...] = (
     absorb_latents,
     rotate_without_yarn,
     admit_torch_native,
+    leave_sparse_defaults_out,
+    keep_index_keys,
+    choose_keys,
+    report_chosen_keys,
     gate_shared_expert,
     norm_gated_outputs,
     pad_batches,

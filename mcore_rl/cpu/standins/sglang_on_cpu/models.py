@@ -9,9 +9,11 @@ from torch import Tensor
 
 MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV32ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v2",
     "Glm4MoeForCausalLM": "glm4_moe",
     "Glm4vMoeForConditionalGeneration": "glm4v_moe",
+    "GlmMoeDsaForCausalLM": "glm4_moe",
     "GptOssForCausalLM": "gpt_oss",
     "KimiVLForConditionalGeneration": "kimi_vl",
     "LlamaForCausalLM": "llama",
