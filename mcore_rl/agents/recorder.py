@@ -261,6 +261,7 @@ class EpisodeRecorder:
             finish_reason=sample.finish_reason,
             answer=answer,
             routed_experts=sample.routed_experts,
+            indexer_topk=sample.indexer_topk,
             experts_start=experts_start,
             images=images,
         )

@@ -49,6 +49,7 @@ class Turn:
     versions         in positions of token_ids
     routed_experts   int16 [context and answer but its last token - start, L, K], of tokens from
                      `experts_start` of the whole context on; None if they were not asked for
+    indexer_topk     the chosen keys of the same tokens, as in Sample, by position in the context
     images           those that context_ids shows, in order
     """
 
@@ -64,6 +65,7 @@ class Turn:
     finish_reason: str
     answer: Answer
     routed_experts: Tensor | None = None
+    indexer_topk: Tensor | None = None
     experts_start: int = 0
     reward: float = 0.0
     images: tuple[PromptImage, ...] = ()
@@ -170,7 +172,8 @@ def _row(path: Sequence[Turn], own: Sequence[int]) -> Row:
         logprobs=logprobs,
         turn_T=turn_T,
         versions=tuple(span for span in spans_of(version_T.tolist()) if span.version >= 0),
-        routed_experts=_join_routed_experts(path),
+        routed_experts=_join_reports(path, "routed_experts"),
+        indexer_topk=_join_reports(path, "indexer_topk"),
         images=images_of(path),
     )
 
@@ -189,20 +192,21 @@ def _answers(path: Sequence[Turn]) -> Iterator[tuple[Turn, int]]:
         yield turn, start
 
 
-def _join_routed_experts(path: Sequence[Turn]) -> Tensor | None:
-    """Return the experts of all tokens but the last, each as it was first routed.
+def _join_reports(path: Sequence[Turn], name: str) -> Tensor | None:
+    """Return the experts or chosen keys of all tokens but the last, each as it was first run.
 
-    The last token of an answer is routed when the next turn runs it.
+    The last token of an answer is run by the next turn.
     """
     parts = []
     start = 0
     for turn, answer_start in _answers(path):
-        if turn.routed_experts is None:
+        reported = getattr(turn, name)
+        if reported is None:
             return None
         stop = answer_start + len(turn.token_ids) - 1
-        own = turn.routed_experts[start - turn.experts_start :]
+        own = reported[start - turn.experts_start :]
         assert turn.experts_start <= start and len(own) == stop - start, (
-            f"turn {turn.number} has the experts of {len(own)} tokens from {turn.experts_start} on,"
+            f"turn {turn.number} has {name} of {len(own)} tokens from {turn.experts_start} on,"
             f" needed are {start} to {stop}"
         )
         parts.append(own)

@@ -5,7 +5,7 @@ samples of a prompt  --describe_group-->  GroupFacts  --refer_to_samples-->  Sto
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 
 from mcore_rl.batches.episodes import metrics_of
 from mcore_rl.batches.shared_prefixes import find_sharing, first_of
@@ -26,6 +26,7 @@ class GroupFacts:
     has_experts: bool
     episode_rows: tuple[tuple[RowFacts, ...], ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
+    has_indexer_topk: bool = False
 
 
 def describe_group(group: int, samples: Sequence[Sample]) -> GroupFacts:
@@ -35,16 +36,17 @@ def describe_group(group: int, samples: Sequence[Sample]) -> GroupFacts:
         response_lens=tuple(sample.response_len for sample in samples),
         finish_reasons=tuple(sample.finish_reason for sample in samples),
         versions=tuple(sample.versions for sample in samples),
-        has_experts=all(map(_has_experts, samples)),
+        has_experts=_have(samples, "routed_experts"),
         episode_rows=_episode_rows(samples),
         metrics=tuple(metrics_of(s.episode) for s in samples if s.episode is not None),
+        has_indexer_topk=_have(samples, "indexer_topk"),
     )
 
 
-def _has_experts(sample: Sample) -> bool:
-    if sample.episode is None:
-        return sample.routed_experts is not None
-    return all(row.routed_experts is not None for row in sample.episode.rows)
+def _have(samples: Sequence[Sample], name: str) -> bool:
+    """Return whether all samples, or all rows of episodes, have what engines report as `name`."""
+    owners = chain.from_iterable((s,) if s.episode is None else s.episode.rows for s in samples)
+    return all(getattr(owner, name) is not None for owner in owners)
 
 
 def _episode_rows(samples: Sequence[Sample]) -> tuple[tuple[RowFacts, ...], ...]:
@@ -72,6 +74,9 @@ def refer_to_samples(prompt: Prompt, lease: GroupLease, facts: GroupFacts) -> li
     episode_rows = facts.episode_rows or ((),) * len(rows)
     metrics = facts.metrics or ({},) * len(rows)
     return [
-        StoredSample(prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i])
+        StoredSample(
+            *(prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i]),
+            has_indexer_topk=facts.has_indexer_topk,
+        )
         for i, row in enumerate(rows)
     ]

@@ -10,6 +10,9 @@ from mcore_rl.batches.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
 from mcore_rl.types import Array, Prompt, PromptImage, Sample, VersionSpan, WeightVersion
 
 ROUTED_EXPERTS = "routed_experts"
+INDEXER_TOPK = "indexer_topk"
+CHOICES = (ROUTED_EXPERTS, INDEXER_TOPK)
+"""Columns [tokens, layers, choices] that lack a sequence's last token, which no engine has run."""
 TEACHER_LOGPROBS = "teacher_logprobs"
 LOGPROBS = (ROLLOUT_LOGPROBS, "old_logprobs", "ref_logprobs", TEACHER_LOGPROBS)
 FLOAT32 = "float32"
@@ -20,7 +23,8 @@ STALE = "stale"
 
 @dataclass
 class KeptRow:
-    """A sequence as arrays, token-aligned; routed experts lack the last token.
+    """A sequence as arrays, token-aligned; routed experts and chosen keys lack the last token, and
+    the latter the tokens that see no more keys than are chosen, too.
 
     versions   the weights that sampled its tokens, in positions of the sequence
     images     those that its tokens show, in order
@@ -36,9 +40,9 @@ class ReadRequest:
     """Asks for columns of samples, each laid end to end in the order of group_N and index_N.
 
     version      weights that are trained, for the column `stale`
-    layers       the layers whose experts are read; empty: all
-    experts_R3   int64 (place in group_N, first token, end), the tokens whose experts are read, laid
-                 end to end in this order; None: those of all tokens
+    layers       the layers whose choices are read; empty: all
+    experts_R3   int64 (place in group_N, first token, end), the tokens whose choices of experts and
+                 keys are read, laid end to end in this order; None: those of all tokens
     tokens_R3    the same of all other columns
     """
 
@@ -53,8 +57,8 @@ class ReadRequest:
 
 def lay_out(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
     """Return a column of rows, laid end to end. Raises KeyError for an unknown one."""
-    if name == ROUTED_EXPERTS:
-        return _experts_laid_out(samples, request)
+    if name in CHOICES:
+        return _lay_out_choices(name, samples, request)
     if name == STALE:
         columns = [_stale(sample, request.version) for sample in samples]
     else:
@@ -73,16 +77,35 @@ def column_of(row: KeptRow, name: str) -> Array:
     return values
 
 
-def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array:
-    """Return the experts of the request's tokens and layers.
+def drop_implied(positions_TLK: Array) -> Array:
+    """Return the chosen keys without the tokens that see no more than K keys: they chose all."""
+    return positions_TLK[positions_TLK.shape[2] :].copy()
 
-    No engine has run a sample's last token: its experts are zeros, which readers mark as unknown.
+
+def restore_implied(kept: Array, first: int, stop: int) -> Array:
+    """Return the chosen keys of tokens first to stop of a sequence, of those `drop_implied` left.
+
+    The last token of the sequence may be missing, as it was never run.
+    """
+    num_layers, num_chosen = kept.shape[1:]
+    position_T1 = np.arange(first, min(stop, num_chosen))[:, None]
+    key_K = np.arange(num_chosen)
+    implied_TK = np.where(key_K <= position_T1, key_K, -1).astype(kept.dtype)
+    implied = np.broadcast_to(implied_TK[:, None], (len(implied_TK), num_layers, num_chosen))
+    own = slice(max(first - num_chosen, 0), max(stop - num_chosen, 0))
+    return np.concatenate([implied, kept[own]])
+
+
+def _lay_out_choices(name: str, samples: Sequence[KeptRow], request: ReadRequest) -> Array:
+    """Return the experts or chosen keys of the request's tokens and layers.
+
+    No engine has run a sample's last token: its choices say nothing, and readers mark them so.
     """
     if request.experts_R3 is None:
         ranges = [(k, 0, len(sample.columns[TOKEN_IDS])) for k, sample in enumerate(samples)]
     else:
         ranges = request.experts_R3.tolist()
-    kept = [sample.columns[ROUTED_EXPERTS] for sample in samples]
+    kept = [sample.columns[name] for sample in samples]
     num_layers, topk = kept[0].shape[1:]
     layers = list(request.layers) or slice(None)
     shape = (
@@ -90,10 +113,13 @@ def _experts_laid_out(samples: Sequence[KeptRow], request: ReadRequest) -> Array
         len(request.layers) or num_layers,
         topk,
     )
-    laid_out = np.zeros(shape, kept[0].dtype)
+    laid_out = np.zeros(shape, np.result_type(*{array.dtype for array in kept}))
     at = 0
     for k, first, stop in ranges:
-        part = kept[k][first:stop, layers]
+        if name == INDEXER_TOPK:
+            part = restore_implied(kept[k][:, layers], first, stop)
+        else:
+            part = kept[k][first:stop, layers]
         laid_out[at : at + len(part)] = part
         at += stop - first
     return laid_out

@@ -4,6 +4,7 @@ A group is the samples of one prompt. A column has a value for each token of a s
 response, and is None where it was never written:
 
     token_ids  rollout_logprobs  routed_experts      written when a group is sampled
+    indexer_topk
     loss_mask  turn_rewards  turn                    of rows of episodes, written with them
     teacher_logprobs  old_logprobs  values  ...      written when they are computed
 
@@ -26,7 +27,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mcore_rl.batches.episodes import (
     LOSS_MASK,
@@ -39,12 +39,15 @@ from mcore_rl.batches.episodes import (
 from mcore_rl.batches.kept_rows import (
     BFLOAT16,
     FLOAT32,
+    INDEXER_TOPK,
     LOGPROBS,
     ROUTED_EXPERTS,
     KeptRow,
     ReadRequest,
     column_of,
+    drop_implied,
     lay_out,
+    restore_implied,
 )
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.types import Array, PromptImage, Row, Sample, VersionSpan
@@ -207,9 +210,7 @@ class SampleStore:
     def _rows(self, sample: Sample) -> list[KeptRow]:
         if sample.episode is not None:
             rows = [(row, columns_of_row(sample.episode, row)) for row in sample.episode.rows]
-            return [
-                self._row(row.versions, own, row.routed_experts, row.images) for row, own in rows
-            ]
+            return [self._row(row.versions, own, row, row.images) for row, own in rows]
         prompt_len = len(sample.prompt.token_ids)
         num_tokens = prompt_len + sample.response_len
         token_ids = np.empty(num_tokens, np.int32)
@@ -222,17 +223,19 @@ class SampleStore:
             for span in sample.versions
         )
         columns = {TOKEN_IDS: token_ids, ROLLOUT_LOGPROBS: logprobs}
-        return [self._row(versions, columns, sample.routed_experts, sample.prompt.images)]
+        return [self._row(versions, columns, sample, sample.prompt.images)]
 
     def _row(
         self,
         versions: tuple[VersionSpan, ...],
         columns: dict[str, Array],
-        routed_experts: Tensor | None,
+        source: Sample | Row,
         images: tuple[PromptImage, ...],
     ) -> KeptRow:
-        if routed_experts is not None:
-            columns[ROUTED_EXPERTS] = routed_experts.numpy()
+        if source.routed_experts is not None:
+            columns[ROUTED_EXPERTS] = source.routed_experts.numpy()
+        if source.indexer_topk is not None:
+            columns[INDEXER_TOPK] = drop_implied(source.indexer_topk.numpy())
         kept = {name: self._compact(name, values) for name, values in columns.items()}
         return KeptRow(versions, kept, images)
 
@@ -264,7 +267,13 @@ def _without_tokens(sample: Sample) -> Sample:
     """Return a sample without what its rows keep."""
     episode = sample.episode and replace(sample.episode, rows=())
     return replace(
-        sample, response_ids=(), logprobs=(), versions=(), routed_experts=None, episode=episode
+        sample,
+        response_ids=(),
+        logprobs=(),
+        versions=(),
+        routed_experts=None,
+        indexer_topk=None,
+        episode=episode,
     )
 
 
@@ -294,7 +303,8 @@ def _with_tokens(group: KeptGroup, index: int) -> Sample:
         return replace(sample, episode=episode, **flat_response(parts))
     [row] = rows
     prompt_len = len(sample.prompt.token_ids)
-    experts = row.columns.get(ROUTED_EXPERTS)
+    experts, keys = row.columns.get(ROUTED_EXPERTS), row.columns.get(INDEXER_TOPK)
+    num_run = len(row.columns[TOKEN_IDS]) - 1
     return replace(
         sample,
         response_ids=tuple(row.columns[TOKEN_IDS][prompt_len:].tolist()),
@@ -304,4 +314,5 @@ def _with_tokens(group: KeptGroup, index: int) -> Sample:
             for span in row.versions
         ),
         routed_experts=None if experts is None else torch.from_numpy(experts.astype(np.int16)),
+        indexer_topk=None if keys is None else torch.from_numpy(restore_implied(keys, 0, num_run)),
     )

@@ -18,6 +18,7 @@ from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import CUT_OFF, Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
+INDEXER_TOPK = StoredColumn("indexer_topk")
 OF_EPISODES = {
     name: StoredColumn(name[:-2]) for name in ("loss_mask_T", "turn_rewards_T", "turn_T")
 }
@@ -67,6 +68,7 @@ def make_stored_batch(
     sequences = [(n, sample.lease, row) for n, sample in enumerate(present) for row in sample.rows]
     parents, starts = _find_parents(present)
     has_experts = all(sample.has_experts for sample in present)
+    has_indexer_topk = all(sample.has_indexer_topk for sample in present)
     are_episodes = any(sample.episode_rows for sample in present)
     nums_images = [row.num_images for _, _, row in sequences]
     batch = StoredBatch(
@@ -82,6 +84,7 @@ def make_stored_batch(
         version=version,
         nums_images_N=np.array(nums_images) if any(nums_images) else None,
         routed_experts_TLK=ROUTED_EXPERTS if has_experts else None,
+        indexer_topk_TLK=INDEXER_TOPK if has_indexer_topk else None,
     )
     return replace(batch, **OF_EPISODES) if are_episodes else batch
 

@@ -84,12 +84,36 @@ def check_engines(
             " stages reports the experts that the first stage chose, and no others; set"
             " drift.routed_experts=false"
         )
+    check_indexer_reports(drift, rollout, policy)
     check_eval_lens(data, rollout, evaluation, policy)
     try:
         refuse_unserved(policy.config, SGLangSizes.from_config(rollout), dtype)
     except ValueError as error:
         raise ValueError(f"model.path={policy.path} in the recipe's engines: {error}") from None
     check_engine_sizes(rollout, policy)
+
+
+def check_indexer_reports(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts) -> None:
+    """Raise ValueError if engines cannot report which keys indexers choose."""
+    if not drift.indexer_topk:
+        return
+    if "index_topk" not in policy.sizes:
+        raise ValueError(
+            f"drift.indexer_topk=true with model.path={policy.path}: the model has no indexers; set"
+            " drift.indexer_topk=false"
+        )
+    if rollout.pp > 1:
+        raise ValueError(
+            f"rollout.pp={rollout.pp} with drift.indexer_topk=true: an engine of several pipeline"
+            " stages reports the keys that the first stage chose, and no others; set"
+            " drift.indexer_topk=false"
+        )
+    if rollout.attention_dp != rollout.tp:
+        raise ValueError(
+            f"rollout.tp={rollout.tp} and rollout.attention_dp={rollout.attention_dp} with"
+            " drift.indexer_topk=true: SGLang reports chosen keys only where each rank has all"
+            f" heads; set rollout.attention_dp={rollout.tp}, or drift.indexer_topk=false"
+        )
 
 
 def check_engine_sizes(rollout: RolloutConfig, policy: ModelFacts) -> None:

@@ -43,6 +43,7 @@ from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint, check_served_path, find_endpoint
 from mcore_rl.weight_sync.controller.engine_control import LOADER
@@ -338,6 +339,7 @@ def engine_spec(
         max_running=rollout.max_concurrency,
         deterministic=rollout.deterministic,
         routed_experts=experts_shape(drift, policy) is not None,
+        indexer_topk=indexer_shape(drift, policy) is not None,
         trust_remote_code=model.trust_remote_code,
         custom_weight_loaders=(LOADER,),
         keys=keys,
@@ -355,3 +357,10 @@ def experts_shape(drift: DriftConfig, policy: ModelFacts) -> RoutedExpertsShape 
     if not drift.routed_experts or not policy.has_experts:
         return None
     return RoutedExpertsShape(policy.moe_layers, policy.experts_per_token, policy.num_experts)
+
+
+def indexer_shape(drift: DriftConfig, policy: ModelFacts) -> IndexerTopkShape | None:
+    """Return the shape of the chosen keys that engines report, or None if they report none."""
+    if not drift.indexer_topk:
+        return None
+    return IndexerTopkShape(policy.sizes["layers"], policy.sizes["index_topk"])

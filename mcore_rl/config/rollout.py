@@ -267,6 +267,9 @@ class DriftConfig(Options, group="drift"):
     routed_experts: bool = True
     """Ask engines which experts each token went to, and count the tokens that the trainer
     routes otherwise."""
+    indexer_topk: bool = False
+    """Ask engines of a model with sparse attention which keys each token attends to, for
+    train.indexer_replay=engine: 2 or 4 bytes for each layer and chosen key of a token."""
     warn_above: float | None = bounded(None, ge=0)
     """Mean |difference| in nats, over tokens drawn from the weights that train, above which a step
     logs a warning; None: 1e-3 with engines in float32, 0.03 in bfloat16, 0.15 in fp8; 0: never."""

@@ -47,13 +47,16 @@ class StoreMemory:
         rollout = run.rollout
         policy = run.models.policy
         num_steps = run.train.epochs * run.train.mini_batches
-        experts = count_expert_bytes(policy) if drift.routed_experts else 0
+        choices = count_expert_bytes(policy) if drift.routed_experts else 0
+        max_len = data.max_prompt_len + rollout.max_response_len
+        if drift.indexer_topk:
+            choices += count_indexer_bytes(policy, max_len)
         logprob_bytes = 2 if rollout.logprob_dtype == "bfloat16" else _NUMBER
         return StoreMemory(
             num_groups=count_groups(rollout),
             group_size=rollout.samples_per_prompt,
-            max_len=data.max_prompt_len + rollout.max_response_len,
-            token_bytes=count_token_bytes(needs_of(algorithm), num_steps, logprob_bytes) + experts,
+            max_len=max_len,
+            token_bytes=count_token_bytes(needs_of(algorithm), num_steps, logprob_bytes) + choices,
             num_nodes=count_store_nodes(rollout, run.plan),
             limit_gib=rollout.store_gib,
             cache_gib=data.images.cache_gib if policy.family.has_tower else None,
@@ -110,6 +113,17 @@ def count_expert_bytes(policy: ModelFacts) -> int:
         return 0
     size = 1 if policy.num_experts <= 256 else 2
     return sum(policy.moe_layers) * policy.experts_per_token * size
+
+
+def count_indexer_bytes(policy: ModelFacts, max_len: int) -> int:
+    """Return the bytes of the chosen keys that are kept for a token of a sequence of `max_len`.
+
+    Of tokens that see no more keys than are chosen, none are kept: this is the mean.
+    """
+    top_k = policy.sizes["index_topk"]
+    size = 2 if max_len <= 2**15 else 4
+    num_kept = max(max_len - top_k, 0)
+    return -(-policy.sizes["layers"] * top_k * size * num_kept // max_len)
 
 
 def count_store_nodes(rollout: RolloutConfig, plan: PlanConfig) -> int:

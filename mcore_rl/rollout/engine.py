@@ -279,10 +279,13 @@ def make_environment(spec: EngineSpec, temp_dir: str) -> dict[str, str]:
 
     SGLang leaves files in its temporary folder, so each server gets its own; compile caches are
     shared. Between tokens, the inputs of a delta net's convolution are kept in the engine's dtype;
-    SGLang would round them to bfloat16.
+    SGLang would round them to bfloat16. Indexers report positions of keys; SGLang's fused kernels
+    would report slots of the KV cache.
     """
     environment = {**os.environ, "TMPDIR": temp_dir, "PYTHONUNBUFFERED": "1"}
     environment.setdefault("SGLANG_MAMBA_CONV_DTYPE", spec.dtype)
+    if spec.indexer_topk:
+        environment["SGLANG_DSA_FUSE_TOPK"] = "0"
     environment |= bypass_proxies(environment, [spec.host, *spec.node_addresses])
     environment |= find_compile_caches()
     variables = restrict_zmq_peers(spec.host, spec.node_addresses)

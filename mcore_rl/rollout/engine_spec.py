@@ -29,6 +29,7 @@ class EngineSpec:
     weight_version         version of the weights in model_path, which samples report
     deterministic          honor the sampling seed of each request
     routed_experts         answer requests that ask which experts each token went to
+    indexer_topk           answer requests that ask which keys indexers chose
     custom_weight_loaders  import paths of functions `load(model, named_tensors)` for weight updates
     tokenizer              take and give text, which needs the model's tokenizer; else token ids
     trust_remote_code      run Python code that comes with the model's configuration or tokenizer
@@ -60,6 +61,7 @@ class EngineSpec:
     weight_version: int = 0
     deterministic: bool = False
     routed_experts: bool = False
+    indexer_topk: bool = False
     custom_weight_loaders: tuple[str, ...] = ()
     tokenizer: bool = False
     trust_remote_code: bool = False
@@ -135,6 +137,8 @@ class EngineSpec:
             flags.append("--enable-memory-saver")
         if self.routed_experts:
             flags.append("--enable-return-routed-experts")
+        if self.indexer_topk:
+            flags.append("--enable-return-indexer-topk")
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         arguments = [str(part) for item in options.items() for part in item]

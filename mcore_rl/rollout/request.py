@@ -1,6 +1,7 @@
 """One request for a sample: the JSON body that an engine is sent, and its answer as a Sample.
 
-The answer also tells, where it is asked to, which experts the engine's routers chose.
+The answer also tells, where it is asked to, which experts the engine's routers and which keys its
+indexers chose.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import pybase64
 import torch
 from torch import Tensor
 
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.types import Array, Prompt, Sample, VersionSpan, WeightVersion
 
 _REMEDY = (
@@ -78,7 +80,7 @@ class Sampling:
 
     Log-probs are those of the distribution at this temperature, before top_p and top_k cut it. The
     seed counts only on engines that sample deterministically. `routed_experts` asks the engine to
-    report which experts each token went to.
+    report which experts each token went to, `indexer_topk` which keys its indexers chose.
     """
 
     max_response_len: int
@@ -87,6 +89,7 @@ class Sampling:
     top_k: int = -1
     seed: int | None = None
     routed_experts: bool = False
+    indexer_topk: bool = False
 
 
 @dataclass
@@ -107,10 +110,10 @@ class Request:
 
     turn            number of an answer in an episode; the prompt's tokens are then its context
     stop            texts that end the response, besides the recipe's tokens
-    experts_start   the first token whose experts are asked for
+    experts_start   the first token whose experts and chosen keys are asked for
     rid             the name that the engine knows it by, to abort it alone; empty: the engine's own
-    begun           what another engine has drawn of the response already, with its experts where
-                    they are asked for
+    begun           what another engine has drawn of the response already, with its experts and
+                    chosen keys where they are asked for
     """
 
     prompt: Prompt
@@ -151,6 +154,8 @@ def make_body(
         "return_logprob": True,
         "return_routed_experts": sampling.routed_experts,
     }
+    if sampling.indexer_topk:
+        body["return_indexer_topk"] = True
     if sampling.routed_experts and _first_unknown(request):
         body["routed_experts_start_len"] = _first_unknown(request)
     if request.rid:
@@ -170,12 +175,13 @@ def make_sample(
     answer: Mapping[str, Any],
     decode: Callable[[Sequence[int]], str],
     experts_shape: RoutedExpertsShape | None,
+    indexer_shape: IndexerTopkShape | None = None,
 ) -> Sample:
-    """Return the Sample in SGLang's answer; `experts_shape` None leaves its routed experts out.
+    """Return the Sample in SGLang's answer; a shape that is None leaves what has it out.
 
-    What was begun elsewhere comes first, with its log-probs, versions and experts: the engine
-    computes these tokens again, and is not asked which experts it sends them to. Raises ValueError
-    if the engine reports experts that its model cannot have.
+    What was begun elsewhere comes first, with its log-probs, versions, experts and chosen keys: the
+    engine computes these tokens again, and what it chooses for them does not count. Raises
+    ValueError if the engine reports choices that its model cannot have made.
     """
     meta = answer["meta_info"]
     begun = request.begun or _make_empty_sample(request)
@@ -184,43 +190,53 @@ def make_sample(
     logprob_ids = tuple(entry[1] for entry in meta["output_token_logprobs"])
     assert logprob_ids == drawn_ids, f"{request} log-probs are of {logprob_ids}, not {drawn_ids}"
     response_ids = begun.response_ids + drawn_ids
-    routed_experts = None
+    # The engine never runs the last response token, so that one went to no expert.
+    num_run = len(request.prompt.token_ids) + len(response_ids) - 1
+    where = str(request).rstrip(",")
+    first = _first_unknown(request) if experts_shape or indexer_shape else 0
+    routed_experts = indexer_topk = None
     if experts_shape is not None:
-        # The engine never runs the last response token, so that one went to no expert.
-        num_run = len(request.prompt.token_ids) + len(response_ids) - 1 - _first_unknown(request)
-        where = str(request).rstrip(",")
-        routed_experts = experts_shape.decode(meta.get("routed_experts"), num_run, where)
-        if begun.routed_experts is not None:
-            routed_experts = torch.cat([begun.routed_experts, routed_experts])
-    num_begun = begun.response_len
+        told = experts_shape.decode(meta.get("routed_experts"), num_run - first, where)
+        routed_experts = _join(begun.routed_experts, told)
+    if indexer_shape is not None:  # SGLang tells of all tokens, whatever is asked for
+        told = indexer_shape.decode(meta.get("indexer_topk"), num_run, where)
+        indexer_topk = _join(begun.indexer_topk, told[first:])
     return Sample(
         prompt=request.prompt,
         sample_index=request.sample_index,
         response_ids=response_ids,
         logprobs=begun.logprobs + logprobs,
         finish_reason=meta["finish_reason"]["type"],
-        versions=begun.versions
-        + tuple(
-            VersionSpan(
-                num_begun + span["start"],
-                num_begun + span["end"],
-                WeightVersion(int(span["version"])),
-            )
-            for span in meta["weight_versions"]
-        ),
+        versions=begun.versions + _read_versions(meta, begun.response_len),
         text=decode(response_ids),
         routed_experts=routed_experts,
+        indexer_topk=indexer_topk,
         experts_start=request.experts_start,
     )
 
 
+def _read_versions(meta: Mapping[str, Any], num_begun: int) -> tuple[VersionSpan, ...]:
+    """Return the versions that drew what follows `num_begun` response tokens."""
+    return tuple(
+        VersionSpan(
+            num_begun + span["start"], num_begun + span["end"], WeightVersion(int(span["version"]))
+        )
+        for span in meta["weight_versions"]
+    )
+
+
+def _join(begun: Tensor | None, told: Tensor) -> Tensor:
+    return told if begun is None else torch.cat([begun, told])
+
+
 def _first_unknown(request: Request) -> int:
-    """Return the first token of prompt and response whose experts no engine has reported."""
+    """Return the first token of prompt and response whose choices no engine has reported."""
     begun = request.begun
     if begun is None:
         return request.experts_start
-    assert begun.routed_experts is not None, f"{request} was begun without its experts"
-    return request.experts_start + len(begun.routed_experts)
+    told = begun.indexer_topk if begun.routed_experts is None else begun.routed_experts
+    assert told is not None, f"{request} was begun without its experts"
+    return request.experts_start + len(told)
 
 
 def _make_empty_sample(request: Request) -> Sample:

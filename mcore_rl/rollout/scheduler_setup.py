@@ -1,14 +1,15 @@
 """Has each scheduler process of an SGLang server call functions of ours before it begins.
 
-keep_first_experts
+keep_first_experts, keep_first_keys
 
     request:  prompt | drawn with old weights | retracted, weights swapped | drawn with new weights
     reported: experts of the old weights -----| experts of the new weights -----------------------
 
-SGLang reads the experts of a request from its KV slots when the request ends. A request that was
-retracted, for a swap of weights or as the KV cache was full, has new slots by then: its prompt and
-what it had drawn were computed again, by other weights or in a batch of another shape. Here the
-experts are kept as the slots are released. The rule is added to each of an engine's schedulers.
+SGLang reads the experts of a request, and the keys that indexers chose, from its KV slots when the
+request ends. A request that was retracted, for a swap of weights or as the KV cache was full, has
+new slots by then: its prompt and what it had drawn were computed again, by other weights or in a
+batch of another shape. Here the choices are kept as the slots are released. The rules are added to
+each of an engine's schedulers.
 
 compute_prompts_once
 
@@ -20,11 +21,13 @@ in each of its processes; with `rollout.share_prompts=false`, and in engines of 
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 LEAST_TOKENS = 8
 """So many tokens less of a prompt to compute are worth a forward pass more."""
@@ -36,6 +39,32 @@ SetUp = Callable[[], None]
 """Changes SGLang in the process that calls it; a function of a module, as processes are spawned."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A kind of choices that an engine reports of each token.
+
+    name    the field of SGLang's requests that has them in the end
+    start   the field of a request with the first token that is told of; "": all are
+    dtype   in which they are kept until the request ends
+    """
+
+    name: str
+    start: str
+    dtype: torch.dtype
+
+    def find_start(self, req: Any) -> int:
+        """Return the first token that a request is told of."""
+        return getattr(req, self.start) if self.start else 0
+
+    def find_first(self, req: Any) -> Tensor | None:
+        """Return what `keep_drawn` has kept of a request."""
+        return getattr(req, "first_choices", {}).get(self.name)
+
+
+EXPERTS = Choice("routed_experts", "routed_experts_start_len", torch.int16)
+KEYS = Choice("indexer_topk", "", torch.int32)
+
+
 def keep_first_experts() -> None:
     """Report for each token the experts of the pass that drew the token after it.
 
@@ -43,46 +72,72 @@ def keep_first_experts() -> None:
     in this process, which is to be a scheduler's.
     """
     schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
-    processors: Any = import_module(
-        "sglang.srt.managers.scheduler_components.batch_result_processor"
-    )
+    processors: Any = import_module(_PROCESSORS)
     processor = processors.SchedulerBatchResultProcessor
-    release_req = schedule_batch.release_req
-    collect = processor._maybe_collect_routed_experts
+    release = _keep_at_release(
+        schedule_batch.release_req, lambda: processors.get_global_experts_capturer(), EXPERTS
+    )
+    collect = _put_first_back(processor._maybe_collect_routed_experts, EXPERTS)
+    schedule_batch.release_req = release
+    processor._maybe_collect_routed_experts = collect
 
+
+def keep_first_keys() -> None:
+    """Do the same with the keys that indexers chose."""
+    schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
+    processors: Any = import_module(_PROCESSORS)
+    processor = processors.SchedulerBatchResultProcessor
+    release = _keep_at_release(
+        schedule_batch.release_req, lambda: processors.get_global_indexer_capturer(), KEYS
+    )
+    collect = _put_first_back(processor._maybe_collect_indexer_topk, KEYS)
+    schedule_batch.release_req = release
+    processor._maybe_collect_indexer_topk = collect
+
+
+_PROCESSORS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+
+
+def _keep_at_release(
+    release_req: Callable[..., Any], find_capturer: Callable[[], Any], choice: Choice
+) -> Callable[..., Any]:
     def keep_and_release(*, req: Any, req_to_token_pool: Any, **options: Any) -> Any:
-        keep_drawn(req, req_to_token_pool, processors.get_global_experts_capturer())
+        keep_drawn(req, req_to_token_pool, find_capturer(), choice)
         return release_req(req=req, req_to_token_pool=req_to_token_pool, **options)
 
+    return keep_and_release
+
+
+def _put_first_back(collect: Callable[..., Any], choice: Choice) -> Callable[..., Any]:
     def collect_first(self: Any, req: Any) -> None:
         collect(self, req)
-        first = getattr(req, "first_experts", None)
-        if first is not None and req.routed_experts is not None:
-            req.routed_experts[: len(first)] = first
+        first, collected = choice.find_first(req), getattr(req, choice.name)
+        if first is not None and collected is not None:
+            collected[: len(first)] = first
 
-    schedule_batch.release_req = keep_and_release
-    processor._maybe_collect_routed_experts = collect_first
+    return collect_first
 
 
-def keep_drawn(req: Any, req_to_token_pool: Any, capturer: Any) -> None:
-    """Append to `req.first_experts`, int16 [tokens from routed_experts_start_len on, L, K], the
-    rows that drew tokens since the request was last retracted.
+def keep_drawn(req: Any, req_to_token_pool: Any, capturer: Any, choice: Choice = EXPERTS) -> None:
+    """Append to the choice in `req.first_choices`, [tokens that are told of, L, K], the rows that
+    drew tokens since the request was last retracted.
 
     The last drawn token has not been run. A request that was computing its context again has drawn
-    nothing since: its slots are not read, as they may hold nothing yet. A row takes 2 * L * K bytes
+    nothing since: its slots are not read, as they may hold nothing yet. A row takes L * K numbers
     of host memory until the request ends; each is copied once, however often weights change.
     """
-    if capturer is None or not req.return_routed_experts or not req.output_ids:
+    if capturer is None or not getattr(req, f"return_{choice.name}") or not req.output_ids:
         return
-    first = getattr(req, "first_experts", None)
+    first = choice.find_first(req)
     num_kept = 0 if first is None else len(first)
-    start_len = req.routed_experts_start_len + num_kept
+    start_len = choice.find_start(req) + num_kept
     num_tokens = len(req.origin_input_ids) + len(req.output_ids)
     if start_len >= num_tokens - 1:
         return
     rows = capturer.get_topk(req.kv.req_pool_idx, num_tokens, req_to_token_pool, start_len)
-    rows = rows.to(torch.int16)
-    req.first_experts = rows if first is None else torch.cat([first, rows])
+    rows = rows.to(choice.dtype)
+    kept = rows if first is None else torch.cat([first, rows])
+    req.first_choices = {**getattr(req, "first_choices", {}), choice.name: kept}
 
 
 def compute_prompts_once() -> None:

@@ -36,6 +36,7 @@ from mcore_rl.rollout.scheduler_setup import (
     SetUp,
     compute_prompts_once,
     keep_first_experts,
+    keep_first_keys,
     set_schedulers_up,
 )
 from mcore_rl.weights.models.tower import merge_size, read_placeholder
@@ -105,12 +106,8 @@ def serve(arguments: list[str]) -> None:
     if package is not None:
         load_package(package)
     take_patches(server_args.model_path)
-    set_ups: list[SetUp] = [keep_output_lasting, follow_output]
-    if sharing and may_share_prompts(sharing[0], has_cuda()):
-        set_ups.append(compute_prompts_once)
-    if server_args.enable_return_routed_experts:
-        set_ups.append(keep_first_experts)
-    set_schedulers_up(set_ups)
+    shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
+    set_schedulers_up(list_set_ups(server_args, shares))
     limit_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
@@ -118,6 +115,18 @@ def serve(arguments: list[str]) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
+    """Return what each scheduler process calls before it begins."""
+    set_ups: list[SetUp] = [keep_output_lasting, follow_output]
+    if shares_prompts:
+        set_ups.append(compute_prompts_once)
+    if server_args.enable_return_routed_experts:
+        set_ups.append(keep_first_experts)
+    if server_args.enable_return_indexer_topk:
+        set_ups.append(keep_first_keys)
+    return set_ups
 
 
 def import_sglang(

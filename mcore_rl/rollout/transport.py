@@ -23,6 +23,7 @@ from mcore_rl.process.server_keys import admin_headers, user_headers
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_request
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.kv_admission import ask_free_kv
 from mcore_rl.rollout.request import Request, RoutedExpertsShape, Sampling, make_body, make_sample
 from mcore_rl.types import Prompt, Sample
@@ -93,6 +94,7 @@ class HttpOptions:
     timeout_s       of each request
     deterministic   engines sample by the seeds of requests
     experts_shape   of the experts that engines report; None asks for none
+    indexer_shape   of the chosen keys that engines report; None asks for none
     patches         makes the patches of this node's images; None: prompts have none
     """
 
@@ -102,6 +104,7 @@ class HttpOptions:
     decode: Callable[[Sequence[int]], str]
     experts_shape: RoutedExpertsShape | None
     patches: SharedPatches | None = None
+    indexer_shape: IndexerTopkShape | None = None
 
     @staticmethod
     def make(
@@ -109,9 +112,15 @@ class HttpOptions:
         stop_token_ids: Sequence[int],
         decode: Callable[[Sequence[int]], str],
         experts_shape: RoutedExpertsShape | None = None,
+        indexer_shape: IndexerTopkShape | None = None,
     ) -> "HttpOptions":
         return HttpOptions(
-            rollout.request_timeout_s, rollout.deterministic, stop_token_ids, decode, experts_shape
+            rollout.request_timeout_s,
+            rollout.deterministic,
+            stop_token_ids,
+            decode,
+            experts_shape,
+            indexer_shape=indexer_shape,
         )
 
     @asynccontextmanager
@@ -142,27 +151,37 @@ class HttpTransport:
             silent = f"no answer within rollout.request_timeout_s={self._options.timeout_s:g}"
             raise TransientError(describe_error(failure, silent)) from None
         _refuse_not_finite(engine, request, answer["meta_info"])
-        experts_shape = self._options.experts_shape if supported.routed_experts else None
+        shapes = (
+            self._options.experts_shape if supported.routed_experts else None,
+            self._options.indexer_shape if supported.indexer_topk else None,
+        )
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
-            begun = self._read_begun(request, answer, experts_shape)
+            begun = self._read_begun(request, answer, *shapes)
             raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
-        return make_sample(request, answer, self._options.decode, experts_shape)
+        return make_sample(request, answer, self._options.decode, *shapes)
 
     def _read_begun(
-        self, request: Request, answer: dict[str, Any], experts_shape: RoutedExpertsShape | None
+        self,
+        request: Request,
+        answer: dict[str, Any],
+        experts_shape: RoutedExpertsShape | None,
+        indexer_shape: IndexerTopkShape | None,
     ) -> Sample | None:
         """Return what an aborted request had drawn, if it can go on elsewhere.
 
         Only a request with a name can have been meant to. A request that waited to be computed
-        again was aborted without its experts: those of another pass would not be the ones that drew
-        its tokens, so it is drawn again.
+        again was aborted without its experts and chosen keys: those of another pass would not be
+        the ones that drew its tokens, so it is drawn again.
         """
         if not request.rid or not answer.get("output_ids"):
             return None
-        if experts_shape is not None and not answer["meta_info"].get("routed_experts"):
+        told = answer["meta_info"]
+        if experts_shape is not None and not told.get("routed_experts"):
             return None
-        return make_sample(request, answer, self._options.decode, experts_shape)
+        if indexer_shape is not None and not told.get("indexer_topk"):
+            return None
+        return make_sample(request, answer, self._options.decode, experts_shape, indexer_shape)
 
     async def abort_all(self, engine: EngineAddress) -> None:
         """See EngineTransport."""
@@ -185,11 +204,12 @@ class HttpTransport:
                 pass
 
     def _keep_supported(self, sampling: Sampling) -> Sampling:
-        """Return `sampling` with a seed and experts only where the engines support them."""
+        """Return `sampling` with a seed, experts and keys only where the engines support them."""
         return replace(
             sampling,
             seed=sampling.seed if self._options.deterministic else None,
             routed_experts=sampling.routed_experts and self._options.experts_shape is not None,
+            indexer_topk=sampling.indexer_topk and self._options.indexer_shape is not None,
         )
 
     async def _post_images(

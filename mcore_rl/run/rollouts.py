@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.run import RunProcesses, experts_shape
+from mcore_rl.cluster.run import RunProcesses, experts_shape, indexer_shape
 from mcore_rl.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.logs.episode_log import EpisodeLog
@@ -163,6 +163,7 @@ def collector_spec(
         node_servers_spec(config.run, config.sandbox, config.search),
         list_secrets(),
         patch_maker(config.data.images, policy),
+        indexer_shape(config.drift, policy),
     )
 
 

@@ -162,6 +162,7 @@ class StoredBatch:
     values_T: StoredColumn | None = None
     returns_T: StoredColumn | None = None
     routed_experts_TLK: StoredColumn | None = None
+    indexer_topk_TLK: StoredColumn | None = None
     router_flips_T: StoredColumn | None = None
     held_back_T: StoredColumn | None = None
     sum_squares_T: StoredColumn | None = None

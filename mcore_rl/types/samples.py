@@ -45,6 +45,8 @@ class Row:
     turn_T           int16 [T], number of the turn that sampled a trained token, -1 elsewhere
     versions         the weights that sampled the trained tokens, in positions of the row
     routed_experts   int16 [T - 1, L, K], as the engine first routed each token; None if not asked
+    indexer_topk     int16 or int32 [T - 1, L, K], as the engine first chose the keys of each token;
+                     see Sample
     images           those that its tokens show, in the order of their placeholders
     """
 
@@ -54,6 +56,7 @@ class Row:
     turn_T: Array
     versions: tuple[VersionSpan, ...]
     routed_experts: Tensor | None = None
+    indexer_topk: Tensor | None = None
     images: tuple[PromptImage, ...] = ()
 
     def __post_init__(self) -> None:
@@ -63,10 +66,10 @@ class Row:
         assert num_named == self.num_trained, (
             f"{num_named} tokens have a version, {self.num_trained} are trained"
         )
-        if self.routed_experts is not None:
-            num_routed = len(self.routed_experts)
-            assert num_routed == len(self.token_ids) - 1, (
-                f"routed experts of {num_routed} tokens in a row of {len(self.token_ids)}"
+        for name in ("routed_experts", "indexer_topk"):
+            rows = getattr(self, name)
+            assert rows is None or len(rows) == len(self.token_ids) - 1, (
+                f"{name.replace('_', ' ')} of {len(rows)} tokens in a row of {len(self.token_ids)}"
             )
 
     @property
@@ -165,7 +168,10 @@ class Sample:
     versions         the weights that sampled each token; the spans cover the response once
     routed_experts   int16 [prompt and response tokens except the last, L, K], the experts that the
                      engine's routers chose; None if they were not requested
-    experts_start    the first token that has some; 0 but in later turns of an episode
+    indexer_topk     int16 or int32 [the same tokens, L, K], positions of the keys that the
+                     engine's indexers chose, rising, then -1 where a token sees fewer than K; None
+                     if they were not requested
+    experts_start    the first token that has either; 0 but in later turns of an episode
     episode          its turns, and the rows that train them. The response is then what the rows
                      train, row after row, and the text is the conversation after the prompt
     """
@@ -178,6 +184,7 @@ class Sample:
     versions: tuple[VersionSpan, ...]
     text: str
     routed_experts: Tensor | None = field(default=None, compare=False, repr=False)
+    indexer_topk: Tensor | None = field(default=None, compare=False, repr=False)
     experts_start: int = 0
     episode: EpisodeRecord | None = field(default=None, compare=False, repr=False)
 
@@ -193,10 +200,12 @@ class Sample:
             raise ValueError(
                 f"{where}: version spans {self.versions} do not cover its {num_tokens} tokens once"
             )
-        rows = self.routed_experts
         expected = len(self.prompt.token_ids) + num_tokens - 1 - self.experts_start
-        if rows is not None and len(rows) != expected:
-            raise ValueError(f"{where}: routed experts of {len(rows)} tokens, expected {expected}")
+        for name in ("routed_experts", "indexer_topk"):
+            rows = getattr(self, name)
+            if rows is not None and len(rows) != expected:
+                what = name.replace("_", " ")
+                raise ValueError(f"{where}: {what} of {len(rows)} tokens, expected {expected}")
 
     @property
     def response_len(self) -> int:
@@ -228,6 +237,7 @@ class StoredSample:
     lease: GroupLease = field(repr=False)
     episode_rows: tuple[RowFacts, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    has_indexer_topk: bool = False
 
     @property
     def rows(self) -> tuple[RowFacts, ...]:

@@ -32,6 +32,7 @@ from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.redaction import remember_secret
 from mcore_rl.rollout.collector import CollectorCommands, CollectorEvents
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint
 from mcore_rl.types import Array, Sample, StoredBatch, StoredColumn, TokenWork
@@ -121,6 +122,7 @@ class CollectorSpec:
     servers: NodeServersSpec | None = None
     secrets: tuple[str, ...] = field(default=(), repr=False)
     patch_maker: PatchMaker | None = None
+    indexer_shape: IndexerTopkShape | None = None
 
 
 class CollectorWorker:
@@ -185,7 +187,8 @@ class CollectorWorker:
         spec = self._spec
         self._wait_for_servers()
         health = EngineHealth([engine.url for engine in engines])
-        http = HttpOptions.make(spec.rollout, spec.stop_token_ids, spec.decode, spec.experts_shape)
+        shapes = spec.experts_shape, spec.indexer_shape
+        http = HttpOptions.make(spec.rollout, spec.stop_token_ids, spec.decode, *shapes)
         if self._images is not None:
             http = replace(http, patches=self._images.patches)
         client = RolloutClient(engines, spec.rollout, http.open, health, own)
@@ -290,8 +293,9 @@ class CollectorWorker:
         self.write(groups, rows, {TEACHER_LOGPROBS: np.concatenate(values)})
 
     def samples(self, group_N: Sequence[int], index_N: Sequence[int]) -> list[Sample]:
-        """Return whole samples, without their experts."""
-        return [replace(s, routed_experts=None) for s in self._find(group_N, index_N)]
+        """Return whole samples, without their experts and chosen keys."""
+        found = self._find(group_N, index_N)
+        return [replace(sample, routed_experts=None, indexer_topk=None) for sample in found]
 
     def read(self, request: ReadRequest) -> dict[str, Array]:
         with self._name_lost():

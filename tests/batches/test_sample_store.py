@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from mcore_rl.batches.episodes import ROLLOUT_LOGPROBS, TOKEN_IDS
-from mcore_rl.batches.kept_rows import BFLOAT16, ROUTED_EXPERTS, STALE, ReadRequest
+from mcore_rl.batches.kept_rows import (
+    BFLOAT16,
+    INDEXER_TOPK,
+    ROUTED_EXPERTS,
+    STALE,
+    ReadRequest,
+)
 from mcore_rl.batches.sample_store import (
     LostSampleError,
     SampleStore,
@@ -96,6 +102,40 @@ def test_experts_take_a_byte_each_and_only_the_wanted_layers_are_read() -> None:
     part = stores.stores[0].read(request)[ROUTED_EXPERTS]
     assert part.dtype == np.uint8
     assert part.tolist() == whole[ROUTED_EXPERTS][:, [2, 0]].tolist()
+
+
+def test_chosen_keys_come_back_though_those_that_tokens_cannot_but_choose_are_not_kept() -> None:
+    num_layers, top_k, num_tokens = 2, 3, 8
+    generator = np.random.default_rng(0)
+    samples, keys = [], []
+    for index, length in enumerate((num_tokens, 4, 2)):  # the last two have no token that chooses
+        rows_TLK = np.full((length - 1, num_layers, top_k), -1, np.int16)
+        for token, layer in np.ndindex(length - 1, num_layers):
+            chosen = np.sort(generator.permutation(token + 1)[:top_k])
+            rows_TLK[token, layer, : len(chosen)] = chosen
+        sample = make_sample(index, length - 2)
+        samples.append(replace(sample, indexer_topk=torch.from_numpy(rows_TLK)))
+        keys.append(rows_TLK)
+    store = SampleStore()
+    store.put(9, samples)
+    plain = SampleStore()
+    plain.put(9, [replace(sample, indexer_topk=None) for sample in samples])
+    kept = (num_tokens - 1 - top_k) * num_layers * top_k * 2
+    assert store.num_bytes() - plain.num_bytes() == kept
+    for found, rows_TLK in zip(store.samples([9] * 3, [0, 1, 2]), keys, strict=True):
+        assert found.indexer_topk is not None
+        assert found.indexer_topk.tolist() == rows_TLK.tolist()
+    group_N, index_N = np.array([9] * 3), np.array([1, 0, 2])
+    request = ReadRequest(group_N, index_N, (INDEXER_TOPK,))
+    whole = store.read(request)[INDEXER_TOPK]
+    starts = {1: 0, 0: 4, 2: 12}
+    for index, start in starts.items():
+        assert whole[start : start + len(keys[index])].tolist() == keys[index].tolist()
+    ranges = [(first, stop) for first in range(num_tokens) for stop in range(first, num_tokens)]
+    experts_R3 = np.array([(1, first, stop) for first, stop in ranges])
+    part = store.read(replace(request, layers=(1,), experts_R3=experts_R3))[INDEXER_TOPK]
+    wanted = np.concatenate([keys[0][first:stop, [1]] for first, stop in ranges])
+    assert part.tolist() == wanted.tolist()
 
 
 def test_dropped_groups_are_gone_and_named() -> None:

@@ -11,11 +11,12 @@ from mcore_rl.checks.sizes import (
     check_engine_sizes,
     check_engines,
     check_eval_lens,
+    check_indexer_reports,
     check_lens,
     check_sizes,
 )
 from mcore_rl.cli import main
-from mcore_rl.config import Config, RolloutConfig
+from mcore_rl.config import Config, DriftConfig, RolloutConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.verdict import check_planned_sizes
@@ -25,6 +26,7 @@ from tests.support.recipes import LARGE_BY_LANE
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b")
 DEEPSEEK = ModelFacts.read("recipes/model/deepseek_v3")
+SPARSE = ModelFacts.read("recipes/model/deepseek_v32")
 GPT_OSS = ModelFacts.read("recipes/model/gpt_oss_20b")
 QWEN_VL = ModelFacts.read("recipes/model/qwen2_5_vl_7b")
 
@@ -92,6 +94,25 @@ def test_engines_that_do_not_divide_the_model(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_engine_sizes(RolloutConfig(**sizes), model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "message"),
+    [
+        (QWEN, {}, "model.path=.*: the model has no indexers; set drift.indexer_topk=false"),
+        (SPARSE, {"pp": 2}, "rollout.pp=2 with drift.indexer_topk=true"),
+        (SPARSE, {"tp": 8, "attention_dp": 4}, "each rank has all heads; set .*attention_dp=8"),
+    ],
+)
+def test_engines_that_cannot_report_chosen_keys(
+    model: ModelFacts, sizes: dict[str, int], message: str
+) -> None:
+    asked = DriftConfig(indexer_topk=True)
+    check_indexer_reports(DriftConfig(), RolloutConfig(**sizes), model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        check_indexer_reports(asked, RolloutConfig(**sizes), model)  # type: ignore[arg-type]
+    whole = {"tp": 8, "attention_dp": 8}
+    check_indexer_reports(asked, RolloutConfig(**whole), SPARSE)  # type: ignore[arg-type]
 
 
 def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.run import engine_spec, experts_shape
+from mcore_rl.cluster.run import engine_spec, experts_shape, indexer_shape
 from mcore_rl.config import (
     Config,
     DriftConfig,
@@ -14,6 +14,7 @@ from mcore_rl.config import (
     RolloutConfig,
 )
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.weights.hf.config import ModelFacts
 from tests.support.engine_keys import KEYS
@@ -107,3 +108,9 @@ def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     assert experts_shape(unasked, ModelFacts.read(config.model.path)) is None
     dense = ModelFacts.read(write_model("qwen3", tmp_path))
     assert experts_shape(asked, dense) is None
+
+
+def test_chosen_keys_are_reported_where_the_recipe_wants_them() -> None:
+    sparse = ModelFacts.read("recipes/model/deepseek_v32")
+    assert indexer_shape(DriftConfig(), sparse) is None
+    assert indexer_shape(DriftConfig(indexer_topk=True), sparse) == IndexerTopkShape(61, 2048)

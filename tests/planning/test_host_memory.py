@@ -6,9 +6,10 @@ import torch
 from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.host_memory import StoreMemory, count_groups
+from mcore_rl.planning.host_memory import StoreMemory, count_groups, count_indexer_bytes
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
+from mcore_rl.weights.hf.config import ModelFacts
 
 
 def recipe(*overrides: str) -> Config:
@@ -34,6 +35,13 @@ def test_a_store_keeps_as_many_bytes_as_planned() -> None:
     store.write(np.array([1]), np.array([0]), {"old_logprobs": np.zeros(120, np.float32)})
     without_last = num_layers * per_token  # experts of the last token are not known
     assert store.num_bytes() == 120 * plan_stores(config).token_bytes - without_last
+
+
+def test_chosen_keys_are_kept_of_tokens_that_choose() -> None:
+    policy = ModelFacts.read("recipes/model/deepseek_v32")
+    assert count_indexer_bytes(policy, 2048) == 0
+    assert count_indexer_bytes(policy, 4096) == 61 * 2048 * 2 // 2
+    assert count_indexer_bytes(policy, 2**16) == 61 * 2048 * 4 * (2**16 - 2048) // 2**16
 
 
 def test_columns_are_those_that_the_algorithm_writes() -> None:

@@ -1,11 +1,12 @@
-"""Which rows of an engine's experts are kept when a request loses its KV slots."""
+"""Which rows of an engine's experts or chosen keys are kept when a request loses its KV slots."""
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from mcore_rl.rollout.scheduler_setup import keep_drawn
+from mcore_rl.rollout.scheduler_setup import EXPERTS, KEYS, Choice, keep_drawn
 
 
 class Capturer:
@@ -25,21 +26,25 @@ def make_req(num_prompt: int, start_len: int = 0) -> Any:
         origin_input_ids=[0] * num_prompt,
         output_ids=[],
         return_routed_experts=True,
+        return_indexer_topk=True,
         routed_experts_start_len=start_len,
         kv=SimpleNamespace(req_pool_idx=5),
     )
 
 
-def test_each_retraction_adds_what_was_drawn_since_the_last() -> None:
+@pytest.mark.parametrize(("choice", "start"), [(EXPERTS, 1), (KEYS, 0)])
+def test_each_retraction_adds_what_was_drawn_since_the_last(choice: Choice, start: int) -> None:
     req, capturer = make_req(4, start_len=1), Capturer()
-    keep_drawn(req, None, capturer)
-    assert not hasattr(req, "first_experts"), "nothing is drawn yet: the prompt is computed again"
+    keep_drawn(req, None, capturer, choice)
+    nothing = "nothing is drawn yet: the prompt is computed again"
+    assert choice.find_first(req) is None, nothing
     for num_drawn in (3, 3, 5):  # at the second time its context is not computed again yet
         req.output_ids = [0] * num_drawn
         capturer.num_passes += 1
-        keep_drawn(req, None, capturer)
-    assert capturer.asked == [(1, 7), (6, 9)]
-    assert req.first_experts.flatten().tolist() == [1] * 5 + [3] * 2
+        keep_drawn(req, None, capturer, choice)
+    assert capturer.asked == [(start, 7), (6, 9)]
+    kept = choice.find_first(req)
+    assert kept is not None and kept.flatten().tolist() == [1] * (6 - start) + [3] * 2
 
 
 def test_requests_that_do_not_ask_and_engines_that_do_not_report_keep_nothing() -> None:
@@ -48,4 +53,4 @@ def test_requests_that_do_not_ask_and_engines_that_do_not_report_keep_nothing() 
     keep_drawn(req, None, None)
     req.return_routed_experts = False
     keep_drawn(req, None, Capturer())
-    assert not hasattr(req, "first_experts")
+    assert EXPERTS.find_first(req) is None

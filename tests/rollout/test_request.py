@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import (
     EngineAffinity,
     Request,
@@ -74,6 +75,26 @@ def test_experts_are_of_all_tokens_that_the_engine_ran() -> None:
     assert sample.routed_experts.flatten().tolist() == experts.tolist()
     with pytest.raises(ValueError, match="prompt 7 of 'unit', sample 2: the engine did not tell"):
         make_sample(REQUEST, answer(), decode, shape)
+
+
+def test_chosen_keys_go_on_after_what_was_begun_elsewhere_and_where_a_turn_begins() -> None:
+    """SGLang tells of all tokens but the last; what another engine told counts first."""
+    shape = IndexerTopkShape(num_layers=1, top_k=1)
+    told = base64.b64encode(np.array([0, 0, 1, 2, 3, 1, 0], dtype=np.int32).tobytes()).decode()
+    body = make_body(REQUEST, replace(SAMPLING, indexer_topk=True), [])
+    assert body["return_indexer_topk"] and "routed_experts_start_len" not in body
+    span = VersionSpan(0, 2, WeightVersion(5))
+    begun = Sample(
+        *(REQUEST.prompt, 2, (8, 9), (-0.1, -0.2), "abort", (span,), ""),
+        indexer_topk=torch.tensor([7, 7, 7], dtype=torch.int16).reshape(3, 1, 1),
+        experts_start=1,
+    )
+    request = replace(REQUEST, begun=begun, rid="name", experts_start=1)
+    sample = make_sample(request, answer(indexer_topk=told), decode, None, shape)
+    assert sample.routed_experts is None and sample.indexer_topk is not None
+    assert sample.indexer_topk.flatten().tolist() == [7, 7, 7, 3, 1, 0]
+    with pytest.raises(ValueError, match="prompt 7 of 'unit', sample 2: the engine did not tell"):
+        make_sample(request, answer(), decode, None, shape)
 
 
 def test_a_response_goes_on_after_what_was_begun_elsewhere() -> None:

@@ -416,6 +416,7 @@ ROLLOUT_RULES = Rules(
             *("enable_deterministic_inference", "rl_on_policy_target"),
         ),
         **with_reason("set drift.routed_experts", "enable_return_routed_experts"),
+        **with_reason("set drift.indexer_topk", "enable_return_indexer_topk"),
         **with_reason(
             "a step changes it when new weights are in place; leave it out",
             *("weight_version", "custom_weight_loader"),

@@ -168,11 +168,28 @@ ENGINES: tuple[Patch, ...] = (
         "::test_tokens_keep_the_experts_that_drew_them",
     ),
     Patch(
+        "mcore_rl.rollout.scheduler_setup:keep_first_keys",
+        (
+            "sglang.srt.managers.schedule_batch.release_req",
+            "sglang.srt.managers.scheduler_components.batch_result_processor"
+            ".SchedulerBatchResultProcessor._maybe_collect_indexer_topk",
+        ),
+        by="the chosen keys that a request reports by those of the pass that drew each token",
+        reason="a request that was retracted reports the keys of a later pass",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`drift.indexer_topk=false`, the default",
+        opt_in=True,
+        required="keys that later weights chose would be replayed",
+        test="tests/scenarios/rollout/test_first_keys.py"
+        "::test_tokens_keep_the_keys_that_were_chosen_as_they_were_drawn",
+    ),
+    Patch(
         "mcore_rl.rollout.scheduler_setup:set_schedulers_up",
         ("sglang.srt.entrypoints.http_server.launch_server",),
         by="the function that starts SGLang's server by the same with another scheduler process",
-        reason="the two above are to be applied in processes that SGLang spawns, whose output is to"
-        " follow its file when that is rotated",
+        reason="the three above are to be applied in processes that SGLang spawns, whose output is"
+        " to follow its file when that is rotated",
         scope=Scope.BOTH,
         runs=Times.APART,
         test="tests/rollout/test_scheduler_setup.py"

@@ -118,7 +118,7 @@ def rollout_of_evaluations(training: RolloutConfig, evaluation: EvalConfig) -> R
 
 
 def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling:
-    """Return the sampling options: the recipe's, or greedy ones without routed experts."""
+    """Return the sampling options: the recipe's, or greedy ones without reports."""
     return Sampling(
         max_response_len=config.max_response_len,
         temperature=0.0 if greedy else config.temperature,
@@ -126,4 +126,5 @@ def make_sampling(config: RolloutConfig, *, greedy: bool, seed: int) -> Sampling
         top_k=-1 if greedy else config.top_k,
         seed=seed,
         routed_experts=not greedy,
+        indexer_topk=not greedy,
     )

@@ -56,11 +56,20 @@ class Router:
 
 @dataclass
 class Reported:
-    """Tokens, the version that drew each of them (-1: none), and the experts reported of them."""
+    """Tokens, the version that drew each of them (-1: none), and the choices reported of them."""
 
     token_ids_T: np.ndarray
     version_T: np.ndarray
-    experts_TLK: torch.Tensor
+    choices_TLK: torch.Tensor
+
+    def next_versions(self) -> list[int]:
+        """Return the version that drew the token after each but the last; a prompt has its first
+        answer's.
+        """
+        version_T = self.version_T.copy()
+        for t in range(len(version_T) - 2, -1, -1):
+            version_T[t] = version_T[t] if version_T[t] >= 0 else version_T[t + 1]
+        return version_T[1:].tolist()
 
 
 def share_of_wrong(of_version: Callable[[int], Router], all_reported: list[Reported]) -> Any:
@@ -72,12 +81,10 @@ def share_of_wrong(of_version: Callable[[int], Router], all_reported: list[Repor
     num_wrong = {"first": 0, "last": 0}
     num_choices = 0
     for reported in all_reported:
-        version_T = reported.version_T
-        for t in range(len(version_T) - 2, -1, -1):
-            version_T[t] = version_T[t] if version_T[t] >= 0 else version_T[t + 1]
-        chosen = {v: of_version(v)(reported.token_ids_T) for v in set(version_T.tolist())}
-        own_TLK = reported.experts_TLK.sort().values
-        for how, of_T in (("first", version_T[1:]), ("last", [version_T[-1]] * len(own_TLK))):
+        drawn_by = reported.next_versions()
+        chosen = {v: of_version(v)(reported.token_ids_T) for v in set(drawn_by)}
+        own_TLK = reported.choices_TLK.sort().values
+        for how, of_T in (("first", drawn_by), ("last", drawn_by[-1:] * len(own_TLK))):
             want_TLK = torch.stack([chosen[v][0][t] for t, v in enumerate(of_T)])
             sure_TL = torch.stack([chosen[v][1][t] for t, v in enumerate(of_T)])
             num_wrong[how] += int(((want_TLK != own_TLK).any(-1) & sure_TL).sum())
@@ -104,14 +111,13 @@ def reported_of_rows(episodes: list[EpisodeRecorder]) -> list[Reported]:
     return found
 
 
-def reported_of_sample(sample: Sample) -> Reported:
+def reported_of_sample(sample: Sample, name: str = "routed_experts") -> Reported:
     token_ids = (*sample.prompt.token_ids, *sample.response_ids)
     version_T = np.full(len(token_ids), -1)
     for span in sample.versions:
         start = len(sample.prompt.token_ids) + span.start
         version_T[start : start + span.stop - span.start] = span.version
-    assert sample.routed_experts is not None
-    return Reported(np.array(token_ids), version_T, sample.routed_experts)
+    return Reported(np.array(token_ids), version_T, getattr(sample, name))
 
 
 @pytest.mark.slow

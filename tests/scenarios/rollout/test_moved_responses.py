@@ -13,6 +13,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Sample
@@ -51,18 +52,21 @@ def test_responses_move_to_an_idle_engine_and_go_on(tmp_path: Path) -> None:
 
 
 def draw_with_moves(
-    engines: list[EngineProcess], shape: RoutedExpertsShape | None = None
+    engines: list[EngineProcess],
+    shape: RoutedExpertsShape | None = None,
+    key_shape: IndexerTopkShape | None = None,
 ) -> tuple[list[Sample], int]:
     """Return samples of which all began on the first engine, and how many moved.
 
-    shape   of the experts that the engines report; None asks for none
+    shape, key_shape   of the experts and chosen keys that the engines report; None asks for none
     """
     first, second = engines
     health = EngineHealth([first.url, second.url])
     health.set_serving([first.url], {second.url: "it begins later"})
-    transport = HttpOptions.make(CONFIG, [], lambda ids: " ".join(map(str, ids)), shape).open
+    shapes = shape, key_shape
+    transport = HttpOptions.make(CONFIG, [], lambda ids: " ".join(map(str, ids)), *shapes).open
     client = RolloutClient([first.address, second.address], CONFIG, transport, health)
-    sampling = Sampling(max_response_len=300, routed_experts=shape is not None)
+    sampling = Sampling(300, routed_experts=shape is not None, indexer_topk=key_shape is not None)
     short = Sampling(max_response_len=4)
 
     async def draw() -> list[Sample]:
