@@ -34,6 +34,8 @@ QUANTIZATION_CONFIG = {
 """The "quantization_config" in config.json of a model with such weights."""
 
 _SCALE = "_scale_inv"
+_WITHOUT_PROJ = ("w1", "w2", "w3", "wq_b", "wk")
+"""Projections of experts and of indexers whose names do not say so."""
 
 
 def make_scale_name(name: str) -> str:
@@ -60,9 +62,11 @@ def make_scale_box(box: Box) -> Box:
 def is_converted(name: str) -> bool:
     """Return whether DeepSeek's convention quantizes the HF tensor `name`.
 
-    The projections of attention, MLPs and experts are quantized. Embeddings, output layer, norms,
-    biases and the router are not.
+    The projections of attention, MLPs, experts and indexers are quantized. Embeddings, output
+    layer, norms, biases, the router and the weights of index heads are not.
     """
     module, _, kind = name.rpartition(".")
     projection = module.rpartition(".")[2]
-    return kind == "weight" and ("_proj" in projection or projection in ("w1", "w2", "w3"))
+    if kind != "weight" or projection == "weights_proj":
+        return False
+    return "_proj" in projection or projection in _WITHOUT_PROJ

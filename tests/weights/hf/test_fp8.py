@@ -24,8 +24,11 @@ def test_projections_are_quantized_whatever_a_family_calls_them():
         "mlp.experts.3.up_proj",
         "block_sparse_moe.experts.3.w1",
         "mlp.shared_expert.down_proj",
+        "self_attn.indexer.wq_b",
+        "self_attn.indexer.wk",
     )
     kept = ("mlp.gate", "block_sparse_moe.gate", "mlp.shared_expert_gate", "self_attn.q_norm")
+    kept = (*kept, "self_attn.indexer.weights_proj", "self_attn.indexer.k_norm")
     assert all(is_converted(f"{layer}{name}.weight") for name in converted)
     assert not any(is_converted(f"{layer}{name}.weight") for name in kept)
     assert not is_converted(layer + "self_attn.q_proj.bias")
