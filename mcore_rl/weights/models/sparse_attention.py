@@ -33,7 +33,7 @@ from mcore_rl.weights.models.table import Family, HfConfig
 SPARSE = "dsa"
 """megatron-core's name of this kind of attention."""
 INDEXER = "core_attention.indexer."
-"""What the Megatron keys of an indexer begin with, within self_attention."""
+"""The beginning of an indexer's Megatron keys, within self_attention."""
 INDEXER_NORM_EPSILON = 1e-6
 """Epsilon of the norm of an indexer's keys, built into both models."""
 UNSHARED = (1, None)

@@ -86,7 +86,7 @@ _OPTIONS_OF_FP8 = (
     *("kv_cache_dim", "index_kpool", "index_kpool_compress", "tail_extra_slots"),
     "max_running_requests",
 )
-"""What SGLang's pool of a sparse model takes and its pool of a dense one does not."""
+"""Options that SGLang's pool of a sparse model takes and its pool of a dense one does not."""
 
 
 def choose_keys() -> None:
