@@ -3,6 +3,7 @@
 Requests of unlike lengths run together, in chunks, behind cached prefixes, on one rank and several.
 """
 
+import asyncio
 import base64
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,9 +14,13 @@ import numpy as np
 import pytest
 import requests
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.types import TrainBatch, WeightVersion
+from tests.run.roles.test_parity_check import TransformersTrainer, make_parity_check
 from tests.support.sparse_choices import Chooser, mark_chosen
 from tests.support.tiny_models import MODELS, VOCAB, write_model
 
@@ -84,6 +89,57 @@ def test_engines_attend_as_transformers_does(name: str, tmp_path: Path) -> None:
             num_rows += other_TL.size
     assert num_rows > 1000 or not case.reports
     assert num_other <= MOST_OTHER * num_rows
+
+
+def turn_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        modeling_deepseek_v32,
+        "apply_rotary_pos_emb",
+        modeling_deepseek_v32.apply_rotary_pos_emb_interleave,
+    )
+
+
+def keep_negative_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_deepseek_v32.F, "relu", lambda products: products)
+
+
+def choose_one_key_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = modeling_deepseek_v32.DeepseekV32Indexer.forward
+    monkeypatch.setattr(
+        modeling_deepseek_v32.DeepseekV32Indexer,
+        "forward",
+        lambda *args, **options: forward(*args, **options)[..., :-1],
+    )
+
+
+@pytest.mark.slow
+def test_the_parity_check_names_an_engine_that_attends_to_other_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is right, and the trainer's indexer is what is wrong with it in turn."""
+    model_dir = write_model("deepseek_v32", tmp_path / "model")
+    lens_N = (90, 70, 80)
+    generator = torch.Generator().manual_seed(0)
+    ids_T = torch.randint(3, VOCAB, (sum(lens_N),), generator=generator)
+    batch = TrainBatch(ids_T, torch.ones(len(ids_T), dtype=torch.bool), lens_N)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    differences = {}
+    with EngineProcess(EngineSpec(str(model_dir), str(tmp_path / "engine.log"))) as engine:
+        engine.wait_healthy()
+        for version, plant in enumerate(
+            (None, turn_neighbors, keep_negative_products, choose_one_key_less)
+        ):
+            with monkeypatch.context() as planted:
+                if plant is not None:
+                    plant(planted)
+                check = make_parity_check(TransformersTrainer(model), timeout_s=60.0)
+                check.score_sequences(WeightVersion(version), batch)
+                report = asyncio.run(check.check([engine.url]))
+            name = plant.__name__ if plant else "right"
+            differences[name] = report.differences[engine.url].mean
+            assert bool(report.failed) == (plant is not None), (name, differences)
+    print(differences)
+    assert differences["right"] < TOLERANCE
 
 
 def make_prompts() -> list[list[int]]:
