@@ -221,7 +221,8 @@ def know_linear_in_latent_attention() -> None:
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    multi_latent_attention.Linear = absorbed_mla.Linear = Linear
+    multi_latent_attention.Linear = Linear
+    absorbed_mla.Linear = Linear
 
 
 def recompute_without_fp8() -> None:

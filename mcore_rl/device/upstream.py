@@ -26,7 +26,7 @@ _MEGATRON = frozenset(
         *("cpu_offloading_retain_pinned_cpu_buffers", "flash_attention_version"),
         *("activation_func_fp8_input_store", "tp_only_amax_red", "first_last_layers_bf16"),
         *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
-        "disable_bf16_reduced_precision_matmul",
+        *("disable_bf16_reduced_precision_matmul", "dsa_kernel_backend"),
     }
 )
 _MEGATRON_PREFIXES = ("fp8", "fp4", "moe_hybridep_", "moe_ncclep_")

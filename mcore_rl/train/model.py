@@ -38,6 +38,7 @@ from torch import Tensor
 from mcore_rl.config.training import ExpertGemm
 from mcore_rl.train.experts.layer import use_grouped_products
 from mcore_rl.train.router import TokenWeightedRouter
+from mcore_rl.train.sparse.indexer import adapt_sparse_attention
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
 from mcore_rl.weights.hf.config import pad_vocab_size
@@ -237,6 +238,7 @@ def _make_spec(
     sizes = family.sizes(hf_config)
     for layer in spec.layer_specs or ():
         _adapt_delta_net(layer.submodules.self_attention)
+        adapt_sparse_attention(layer.submodules.self_attention)
         if sizes.get("deepstack_mergers"):
             layer.module = DeepstackLayer
         if config.multi_latent_attention and config.q_lora_rank is None:  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
+from mcore_rl.train.sparse.indexer import freeze_indexers
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -88,6 +89,7 @@ class TrainedModel:
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
+        freeze_indexers(chunks)
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.from_config(self.hf_config)

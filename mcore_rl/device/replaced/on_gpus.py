@@ -72,6 +72,20 @@ TRAINING: tuple[Patch, ...] = (
         "::test_products_and_gradients_are_those_of_each_expert",
     ),
     Patch(
+        "mcore_rl.train.sparse.indexer:adapt_sparse_attention",
+        (
+            f"{_CORE}.transformer.experimental_attention_variant.dsa"
+            ".DSAIndexerSubmodules.linear_weights_proj",
+        ),
+        by="the product that weighs an indexer's heads (DeepSeek-V3.2, GLM-5) by one in float32",
+        reason="megatron-core weighs them in the model's dtype, transformers and SGLang in float32",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="a model without sparse attention",
+        required="indexers would choose other keys than the engine's, and log-probs would differ",
+        test="tests/train/sparse/test_indexer.py::test_heads_are_weighed_in_float32",
+    ),
+    Patch(
         "mcore_rl.train.model:_adapt_delta_net",
         (
             f"{_CORE}.transformer.spec_utils.ModuleSpec.module",

@@ -2,7 +2,8 @@
 
 They are those of Megatron's linear layers, by the names of HuggingFace modules as in PEFT's
 `target_modules`: q_proj, o_proj, gate_proj, w1, kv_b_proj. Embeddings, output layer, routers,
-vision towers and experts that are stacked in one tensor are not among them.
+vision towers, experts that are stacked in one tensor, and the indexers of sparse attention, which
+no gradient reaches, are not among them.
 """
 
 import re
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
-_LINEAR = re.compile(r"decoder\.layers\..*\.linear_[a-z0-9_]+\.weight")
+_LINEAR = re.compile(r"decoder\.layers\.(?!.*\.indexer\.).*\.linear_[a-z0-9_]+\.weight")
 
 
 def name_modules(hf_config: HfConfig) -> list[str]:

@@ -69,6 +69,8 @@ def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any
         "dsa_indexer_rope_interleaved": interleaved,
         "dsa_indexer_rotate_activation": False,
         "dsa_indexer_k_norm_epsilon": INDEXER_NORM_EPSILON,
+        # Context-parallel ranks gather all keys: the only way that this attention has.
+        "cp_comm_type": "all_gather",
     }
 
 

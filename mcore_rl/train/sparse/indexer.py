@@ -1,0 +1,56 @@
+"""The indexer of sparse attention: weights of its heads in float32, and frozen parameters.
+
+    hidden states -> linear_weights_proj -> weight of each head, float32     scores = sum over heads
+    q_a latent    -> linear_wq_b         -> queries of each head             of weight * relu(q k)
+    hidden states -> linear_wk, k_norm   -> one key
+
+A score only decides which keys attention reads, so no gradient of the policy's loss reaches the
+indexer.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer, DSAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+
+class _InFloat32:
+    """Marks the classes that `with_float32_output` makes."""
+
+
+@cache
+def with_float32_output(linear: type) -> type:
+    """Return a subclass of a linear layer's class that computes in float32.
+
+    megatron-core 0.19.2 weighs the heads in the model's dtype; transformers and engines do in
+    float32. A class made here is returned unchanged, since layers share their spec.
+    """
+    if issubclass(linear, _InFloat32):
+        return linear
+
+    class Float32Linear(_InFloat32, linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return F.linear(x.float(), self.weight.float()), None
+
+    return Float32Linear
+
+
+def adapt_sparse_attention(attention: ModuleSpec) -> None:
+    """Make the indexer of a layer weigh its heads in float32, if the layer has one."""
+    core: Any = getattr(attention.submodules, "core_attention", None)
+    if getattr(core, "module", None) is DSAttention:
+        parts = core.submodules.indexer.submodules
+        parts.linear_weights_proj = with_float32_output(parts.linear_weights_proj)
+
+
+def freeze_indexers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Stop training the indexers; call it before DDP and the optimizer are made."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, DSAIndexer):
+                module.requires_grad_(False)
