@@ -17,12 +17,13 @@ from torch import Tensor
 
 from mcore_rl.batches.batch import make_filler, select_each, tokens_of
 from mcore_rl.batches.episodes import TOKEN_IDS
-from mcore_rl.batches.kept_rows import ROUTED_EXPERTS, STALE, ReadRequest
+from mcore_rl.batches.kept_rows import CHOICES, INDEXER_TOPK, ROUTED_EXPERTS, STALE, ReadRequest
 from mcore_rl.batches.sample_store import ROLLOUT_LOGPROBS
 from mcore_rl.types import (
     Array,
     LogprobOptions,
     OwnExperts,
+    OwnKeys,
     StoredBatch,
     StoredColumn,
     TokenScores,
@@ -39,7 +40,7 @@ WriteStores = Callable[[Mapping[int, tuple[Array, Array, Mapping[str, Array]]]],
 OwnTokens = Callable[[tuple[int, ...]], Tensor]
 """Lengths of a micro-batch's sequences -> indices of the tokens that a rank routes, rising."""
 BASE_COLUMNS = {"token_ids_T": TOKEN_IDS, "rollout_logprobs_T": ROLLOUT_LOGPROBS}
-WIDER = {TOKEN_IDS: torch.int64, ROUTED_EXPERTS: torch.int16}
+WIDER = {TOKEN_IDS: torch.int64, ROUTED_EXPERTS: torch.int16, INDEXER_TOPK: torch.int32}
 """The dtypes of a TrainBatch for columns that stores keep in fewer bytes."""
 
 
@@ -77,34 +78,41 @@ def assemble_parts(
 ) -> list[TrainBatch]:
     """Return the micro-batches of `batch.parts` with their tokens.
 
-    Routed experts are read for `layers` (empty: all) and for the tokens that `own_tokens` names,
-    and are in `own_experts`. All else is read for the tokens that `seen_tokens` names; others have
-    0 and False.
+    Routed experts and chosen keys are read for `layers` (empty: all) and for the tokens that
+    `own_tokens` names, and are in `own_experts` and `own_keys`. All else is read for the tokens
+    that `seen_tokens` names; others have 0 and False.
     """
     seen, seen_G = _index_tokens(batch, seen_tokens)
     if sum(map(len, seen)) == sum(batch.lens_N):
         seen_G = None
-    if batch.routed_experts_TLK is None:
+    if batch.routed_experts_TLK is None and batch.indexer_topk_TLK is None:
         return _cut(_make_batch(batch, _read_all(batch, read, seen_G=seen_G)), batch.parts)
     own, own_G = _index_tokens(batch, own_tokens)
     values = _read_all(batch, read, tuple(layers), own_G, seen_G)
-    experts = values.pop("routed_experts_TLK").split([len(tokens) for tokens in own])
-    return [
-        replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
-        for part, tokens, of_part in zip(
-            _cut(_make_batch(batch, values), batch.parts), own, experts, strict=True
-        )
-    ]
+    lens = [len(tokens) for tokens in own]
+    experts, keys = values.pop("routed_experts_TLK", None), values.pop("indexer_topk_TLK", None)
+    parts = _cut(_make_batch(batch, values), batch.parts)
+    if experts is not None:
+        parts = [
+            replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
+            for part, tokens, of_part in zip(parts, own, experts.split(lens), strict=True)
+        ]
+    if keys is not None:
+        parts = [
+            replace(part, own_keys=OwnKeys(tokens, of_part, tuple(layers)))
+            for part, tokens, of_part in zip(parts, own, keys.split(lens), strict=True)
+        ]
+    return parts
 
 
 def apply_to_stored(
     function: TokenWork[T], batch: StoredBatch, read: ReadStores, write: WriteStores
 ) -> tuple[dict[str, StoredColumn], T]:
-    """Call a function on a batch without its routed experts; bring what it sets to the stores.
+    """Call a function on a batch without choices of experts and keys; bring what it sets to stores.
 
     Returns the columns of the fields that it sets, and what it returns beside the batch.
     """
-    whole = assemble(replace(batch, routed_experts_TLK=None), read)
+    whole = assemble(replace(batch, routed_experts_TLK=None, indexer_topk_TLK=None), read)
     made, returned = function(whole)
     changed = {
         name: value
@@ -241,8 +249,8 @@ def _read_all(
 ) -> dict[str, Tensor]:
     """Return the fields that have columns, in the order of the batch.
 
-    Routed experts are those of `layers` (empty: all) and of the tokens `own_G`, all else is that of
-    the tokens `seen_G`, both rising (None: all).
+    Routed experts and chosen keys are those of `layers` (empty: all) and of the tokens `own_G`, all
+    else is that of the tokens `seen_G`, both rising (None: all).
     """
     columns = columns_of(batch)
     own, seen = _Picked(batch.lens_N, own_G), _Picked(batch.lens_N, seen_G)
@@ -264,18 +272,18 @@ def _read_all(
     num_tokens = sum(batch.lens_N)
     fields = {}
     for field, name in columns.items():
-        is_experts = name == ROUTED_EXPERTS
+        is_choice = name in CHOICES
         fields[field] = _in_order(
             {store: answer[name] for store, answer in answers.items()},
-            rows_of_experts if is_experts else rows,
-            num_tokens if own_G is None or not is_experts else len(own_G),
+            rows_of_experts if is_choice else rows,
+            num_tokens if own_G is None or not is_choice else len(own_G),
             WIDER.get(name),
         )
-    if "routed_experts_TLK" in fields:
-        # No engine has run the last token of a sequence.
-        last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
-        unknown = last_N if own_G is None else torch.isin(own_G, last_N)
-        fields["routed_experts_TLK"][unknown] = -1
+    # No engine has run the last token of a sequence.
+    last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
+    unknown = last_N if own_G is None else torch.isin(own_G, last_N)
+    for name in {"routed_experts_TLK", "indexer_topk_TLK"} & fields.keys():
+        fields[name][unknown] = -1
     return fields
 
 

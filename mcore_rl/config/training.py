@@ -198,6 +198,9 @@ class TrainConfig(UpdatesConfig, group="train"):
     """Experts that tokens are sent to in train steps. none: the router's own choice; old_pass:
     those of the pass for the old log-probs; engine: those of the engine that sampled, in that
     pass as well."""
+    indexer_replay: Literal["none", "engine"] = "none"
+    """Keys that tokens attend to in models with sparse attention. none: those that the trainer's
+    indexers choose; engine: those that the engine sampled with (docs/moe.md)."""
     router_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each micro-batch."""
     router_sequence_aux_loss_coef: float = bounded(0.0, ge=0)

@@ -158,6 +158,11 @@ def check_replay(train: TrainConfig, drift: DriftConfig) -> None:
             "train.router_replay=engine with drift.routed_experts=False: engines are not asked for"
             " their experts; set drift.routed_experts=true"
         )
+    if train.indexer_replay == "engine" and not drift.indexer_topk:
+        raise ValueError(
+            "train.indexer_replay=engine with drift.indexer_topk=False: engines are not asked for"
+            " the keys that they attend to; set drift.indexer_topk=true"
+        )
 
 
 def check_colocated(parallel: ParallelConfig, rollout: RolloutConfig) -> None:

@@ -125,6 +125,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "router/layer_<i>/<name>": "max_violation, idle_share and load_entropy of one layer",
         "router/replaced_share": "share of tokens whose experts train.router_replay changed",
     },
+    "Indexers of sparse attention": {
+        "indexer/differing_share": "share of the engine's chosen keys that the trainer leaves out",
+        "indexer/layer_<i>/differing_share": "the same of one layer",
+    },
     "Weight sync": {
         "sync/seconds": "wall time of the weight sync",
         "sync/transfer_seconds": "wall time of its transfer, slowest engine",

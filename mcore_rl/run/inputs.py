@@ -157,11 +157,11 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
 
 
 def without_replay(train: TrainConfig, policy: ModelFacts) -> TrainConfig:
-    """Return the options of training without router replay, for sequences that no engine sampled.
+    """Return the options of training without replays, for sequences that no engine sampled.
 
     Raises ValueError as check_routing does.
     """
-    train = replace(train, router_replay="none")
+    train = replace(train, router_replay="none", indexer_replay="none")
     check_routing(train, policy.config)
     return train
 

@@ -73,6 +73,7 @@ class Actor(TrainedModel):
                 forward_only=True,
                 replay=replay == "engine" and not options.reference,
                 record=replay == "old_pass" and not options.reference,
+                replay_keys=(self._replays_keys and not options.reference) or None,
             )
         if not is_on_last_stage():
             return None
@@ -92,8 +93,8 @@ class Actor(TrainedModel):
     ) -> StepStats | None:
         """Take an optimizer step on sum(loss_weights * loss).
 
-        Returns the stats on the owning rank, None on the others. Raises ValueError if the router is
-        to replay experts that a micro-batch does not name.
+        Returns the stats on the owning rank, None on the others. Raises ValueError if a replay
+        needs experts or keys that a micro-batch does not name.
 
         num_tokens   tokens of the whole step, over all data-parallel ranks
         """
@@ -104,6 +105,11 @@ class Actor(TrainedModel):
             raise ValueError(
                 f"train.router_replay={self._train.router_replay}, but a micro-batch has no routed"
                 " experts: set train.router_replay=none"
+            )
+        if self._replays_keys and not all(batch.names_keys for batch in microbatches):
+            raise ValueError(
+                "train.indexer_replay=engine, but a micro-batch has no keys that indexers chose:"
+                " set train.indexer_replay=none"
             )
         batches = self._rank_batches(microbatches)
         totals = self._sums_over_samples(batches, loss_fn, softmax, replay=replay)
@@ -118,7 +124,14 @@ class Actor(TrainedModel):
             report = {"sums": sums, "logprobs": logprobs_T.detach(), "fields": batch.batch}
             return loss * num_tokens, report
 
-        return self._optimizer_step(batches, output, num_tokens, replay=replay)
+        return self._optimizer_step(
+            batches, output, num_tokens, replay=replay, replay_keys=self._replays_keys
+        )
+
+    @property
+    def _replays_keys(self) -> bool:
+        """Return whether attention reads the keys that the engine's indexers chose."""
+        return self._train.indexer_replay == "engine"
 
     def _sums_over_samples(
         self,
@@ -154,7 +167,13 @@ class Actor(TrainedModel):
             )
             return logits_TV.new_zeros(()), {"logprobs": logprobs_T}
 
-        reports, _ = self._run(batches, output, forward_only=True, replay=replay)
+        reports, _ = self._run(
+            batches,
+            output,
+            forward_only=True,
+            replay=replay,
+            replay_keys=self._replays_keys or None,
+        )
         return [report["logprobs"] for report in reports]
 
     def snapshot_reference(self) -> None:

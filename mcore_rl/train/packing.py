@@ -25,7 +25,7 @@ Entry t of `twins_T` is the token that is computed in place of token t: 0 1 2 fo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,10 @@ from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import on_device
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
-from mcore_rl.types import OwnExperts, TrainBatch
+from mcore_rl.types import OwnExperts, OwnKeys, TrainBatch
+
+if TYPE_CHECKING:
+    from mcore_rl.train.sparse.choices import ChunkKeys
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class RankBatch:
                          0 where there is none
     named                the experts that the micro-batch names for its tokens, in host memory; None
                          if it names none. See `experts`
+    named_keys           the same of the keys that indexers chose. See `keys`
+    chunk_keys           what layers with sparse attention read of them; on the device alone
     vision               images and rotary positions; None for a model that sees text alone
     shared               what sequences with a common beginning attend to; None: each has its own
     scored_R             int64, rising, the local tokens that get logits; None: all of them
@@ -123,6 +128,8 @@ class RankBatch:
     num_tokens: int
     batch: TrainBatch
     named: OwnExperts | None = None
+    named_keys: OwnKeys | None = None
+    chunk_keys: "ChunkKeys | None" = None
     vision: RankImages | None = None
     shared: SharedRows | None = None
     scored_R: Tensor | None = None
@@ -156,14 +163,20 @@ class RankBatch:
             named_MLK = named_MLK[:, places]
         else:
             named_MLK = named_MLK[:, layers]
-        sources_T = self.sources_T[rows]
-        is_real_T = sources_T >= 0
-        experts_TLK = torch.full((len(sources_T), *named_MLK.shape[1:]), -1, dtype=torch.int16)
-        wanted_T = sources_T[is_real_T]
-        row_T = torch.searchsorted(self.named.tokens_M, wanted_T)
-        assert torch.equal(self.named.tokens_M[row_T], wanted_T), "experts of other tokens"
-        experts_TLK[is_real_T] = named_MLK[row_T]
-        return experts_TLK
+        return _pick_rows(self.sources_T[rows], self.named.tokens_M, named_MLK)
+
+    def keys(self, layer: int) -> Tensor:
+        """Return the keys named for the local tokens in a layer, int32 [T, K], in host memory.
+
+        They are positions among the packed tokens of all context-parallel ranks; -1 for none.
+        `named_keys` must have the layer and all local tokens. For a batch in host memory.
+        """
+        named = self.named_keys
+        assert named is not None, "the micro-batch names no keys"
+        place = named.layers.index(layer) if named.layers else layer
+        keys_TK = _pick_rows(self.sources_T, named.tokens_M, named.keys_MLK[:, place])
+        start_T = self.cu_seqlens_N1[self.sequences_T]
+        return torch.where(keys_TK >= 0, keys_TK + start_T[:, None], -1)
 
     def on_device(self, *, targets: bool, images: bool = False) -> "RankBatch":
         """Return a copy of what the model reads, and with `targets` of what the loss reads.
@@ -239,6 +252,7 @@ def make_rank_batch(
         num_tokens=0 if batch.is_filler else int(real_T.sum()) + sum(starts_N),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
         named=_get_named(batch),
+        named_keys=_get_named_keys(batch),
         vision=vision,
         shared=lay_out_shared(batch.lens_N, padded_N, sharing) if sharing else None,
     )
@@ -278,6 +292,23 @@ def _get_named(batch: TrainBatch) -> OwnExperts | None:
     if batch.routed_experts_TLK is not None:
         return OwnExperts(torch.arange(len(batch.token_ids_T)), batch.routed_experts_TLK)
     return batch.own_experts
+
+
+def _get_named_keys(batch: TrainBatch) -> OwnKeys | None:
+    if batch.indexer_topk_TLK is not None:
+        return OwnKeys(torch.arange(len(batch.token_ids_T)), batch.indexer_topk_TLK)
+    return batch.own_keys
+
+
+def _pick_rows(wanted_T: Tensor, tokens_M: Tensor, named_M: Tensor) -> Tensor:
+    """Return the rows of `named_M`, which are of the tokens `tokens_M`; -1 where wanted is -1."""
+    is_real_T = wanted_T >= 0
+    picked_T = torch.full((len(wanted_T), *named_M.shape[1:]), -1, dtype=named_M.dtype)
+    real_T = wanted_T[is_real_T]
+    row_T = torch.searchsorted(tokens_M, real_T)
+    assert torch.equal(tokens_M[row_T], real_T), "experts or keys of other tokens"
+    picked_T[is_real_T] = named_M[row_T]
+    return picked_T
 
 
 def _local_tokens(padded_N: tuple[int, ...], cp_rank: int, cp_size: int) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.shared_attention import SharedSeqParams
+from mcore_rl.train.sparse.choices import IndexedSeqParams
 from mcore_rl.train.vision.model import count_carried_features
 
 Shape = list[int]
@@ -225,6 +226,8 @@ def _make_packed_seq_params(batch: RankBatch) -> PackedSeqParams:
         max_seqlen_q=batch.max_len,
         max_seqlen_kv=batch.max_len,
     )
+    if batch.chunk_keys is not None:
+        return IndexedSeqParams(**vars(own), keys=batch.chunk_keys)
     return own if batch.shared is None else SharedSeqParams.from_rows(own, batch.shared)
 
 

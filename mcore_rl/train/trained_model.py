@@ -6,6 +6,7 @@ output.
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
-from mcore_rl.train.sparse.indexer import freeze_indexers
+from mcore_rl.train.sparse.choices import KeyChoices
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -89,7 +90,7 @@ class TrainedModel:
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
-        freeze_indexers(chunks)
+        self._keys = KeyChoices.from_config(self._config)
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.from_config(self.hf_config)
@@ -139,13 +140,16 @@ class TrainedModel:
     def select_routed_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
         """Return which tokens of a micro-batch of these lengths this rank routes, int64, rising.
 
-        Context and sequence parallelism divide them among ranks. A filler has none. Where
+        Context and sequence parallelism divide them among ranks. Attention to chosen keys gathers
+        what sequence parallelism divides: then they are all of a context-parallel rank. Where
         sequences share beginnings, the division depends on their tokens: these are all tokens.
         """
         if not lens_N or self._shared is not None:
             return torch.arange(sum(lens_N))
         sources_T = local_sources(lens_N, *self._rank_part())
-        own_T = sources_T[self._routing.own_rows(len(sources_T))]
+        own_T = sources_T
+        if self._keys is None:
+            own_T = sources_T[self._routing.own_rows(len(sources_T))]
         return own_T[own_T >= 0].sort().values
 
     def select_seen_tokens(self, lens_N: tuple[int, ...]) -> Tensor:
@@ -264,15 +268,14 @@ class TrainedModel:
         num_tokens: int,
         *,
         replay: bool = False,
+        replay_keys: bool | None = None,
     ) -> StepStats | None:
-        """Take a step on the sum of the losses of `output`.
-
-        Returns the stats on the owning rank, None on the others.
+        """Take a step on the sum of the losses of `output`; return its stats on the owning rank.
 
         output       reports {"sums": token_sums(...), ...} of each micro-batch; its loss is scaled
                      by `num_tokens`, since megatron-core divides gradients by the step's tokens
         num_tokens   tokens of the whole step, over all data-parallel ranks
-        replay       send tokens to the experts that the micro-batches name
+        replay, replay_keys   as Routing.begin and KeyChoices.begin take it
         """
         assert batches, "a step without micro-batches"
         forget_peak()
@@ -283,14 +286,16 @@ class TrainedModel:
         self.optimizer.zero_grad()
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
-        reports, records = self._run(batches, output, forward_only=False, replay=replay)
+        reports, records = self._run(
+            batches, output, forward_only=False, replay=replay, replay_keys=replay_keys
+        )
         update = self.optimizer.update([report["sums"]["loss"] for report in reports])
         if update.is_taken and self._adapter is not None:
             self._adapter.merge()
         self.step += 1
         router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
+        work = {**self._work(batches), **(self._keys.reduce() if self._keys else {})}
         memory = peak_memory()
-        work = self._work(batches)
         if not is_on_last_stage():
             return None
         sums = [
@@ -324,8 +329,11 @@ class TrainedModel:
         forward_only: bool,
         replay: bool = False,
         record: bool = False,
+        replay_keys: bool | None = None,
     ) -> tuple[list[Report], list[RoutingRecord]]:
         """Return the last stage's reports, and the routers' record of each micro-batch."""
+        if self._keys is not None:
+            self._keys.begin(batches, replay=replay_keys)
         self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
         reports = run_schedule(
             self.chunks, batches, output, forward_only=forward_only, enter=self._enter
@@ -340,6 +348,8 @@ class TrainedModel:
         self._routing.enter(batch, placed, chunk)
         if self._shared is not None:
             self._shared.enter(placed)
+        if self._keys is not None:
+            placed = replace(placed, chunk_keys=self._keys.enter(batch))
         return self._output_rows.enter(placed)
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:

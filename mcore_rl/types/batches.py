@@ -41,6 +41,9 @@ class TrainBatch:
                          old pass with train.router_replay=old_pass: the trainer's); -1 if unknown,
                          meaningless in dense layers
     own_experts          those of some tokens and layers, instead of routed_experts_TLK
+    indexer_topk_TLK     int32, the keys that the engine's indexers chose for each token, as
+                         positions in its sequence; -1 for none
+    own_keys             those of some tokens and layers, instead of indexer_topk_TLK
     held_back_T          bool, tokens whose update the policy loss holds back (algo/covariance.py)
     sum_squares_T        float32, sum of the old policy's squared probabilities; as log-probs
     turn_rewards_T       float32, an environment's reward for a turn, at the turn's last token
@@ -67,6 +70,8 @@ class TrainBatch:
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
     own_experts: "OwnExperts | None" = None
+    indexer_topk_TLK: Tensor | None = None
+    own_keys: "OwnKeys | None" = None
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
@@ -94,6 +99,10 @@ class TrainBatch:
     def names_experts(self) -> bool:
         return self.routed_experts_TLK is not None or self.own_experts is not None
 
+    @property
+    def names_keys(self) -> bool:
+        return self.indexer_topk_TLK is not None or self.own_keys is not None
+
     def token_fields(self) -> dict[str, Tensor]:
         """Return the fields that have a row per token and are not None."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -110,6 +119,20 @@ class OwnExperts:
 
     tokens_M: Tensor
     experts_MLK: Tensor
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """The keys that indexers chose for the tokens and layers that a rank computes with.
+
+    tokens_M   int64, indices of the tokens in the micro-batch, in rising order
+    keys_MLK   int32, as TrainBatch.indexer_topk_TLK
+    layers     the layers that keys_MLK has; empty: all
+    """
+
+    tokens_M: Tensor
+    keys_MLK: Tensor
     layers: tuple[int, ...] = ()
 
 

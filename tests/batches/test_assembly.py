@@ -168,3 +168,33 @@ def test_fields_name_their_columns_and_lost_samples_are_named() -> None:
     with pytest.raises(UnknownSampleError, match=f"of group {lost.group} is not in the store"):
         assemble(batch, stores.read)
     assert lease_store in (0, 1)
+
+
+@pytest.mark.parametrize("layers", [(), (1,)])
+def test_a_rank_reads_the_keys_of_its_tokens_and_layers(layers: tuple[int, ...]) -> None:
+    """They lie beside experts, or alone; a sequence's last token has none."""
+    for beside in (True, False):
+        stores, samples, rows = make_stored(4, num_stores=2, indexer_topk=4, experts=beside)
+        whole = assemble(make_stored_batch(rows), stores.read)
+        assert whole.indexer_topk_TLK is not None
+        assert whole.indexer_topk_TLK.dtype == torch.int32
+        first = 0
+        present = [sample for sample in samples if sample.response_len]
+        for sample, length in zip(present, whole.lens_N, strict=True):
+            assert sample.indexer_topk is not None
+            keys_TLK = whole.indexer_topk_TLK[first : first + length]
+            assert torch.equal(keys_TLK[:-1], sample.indexer_topk.int())
+            assert (keys_TLK[-1] == -1).all()
+            first += length
+        num = len(whole.lens_N)
+        parts = [range(0, num, 2), range(1, num, 2)]
+        stored = in_parts(make_stored_batch(rows), parts)
+        made = assemble_parts(
+            stored, stores.read, layers, lambda lens_N: torch.arange(0, sum(lens_N), 2)
+        )
+        for part, wanted in zip(made, select_each(whole, parts), strict=True):
+            assert wanted.indexer_topk_TLK is not None and part.own_keys is not None
+            assert part.indexer_topk_TLK is None and part.own_keys.layers == layers
+            kept = list(layers) or slice(None)
+            assert torch.equal(part.own_keys.keys_MLK, wanted.indexer_topk_TLK[::2][:, kept])
+            assert (part.own_experts is not None) == beside

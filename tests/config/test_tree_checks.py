@@ -77,6 +77,9 @@ def test_the_overlong_buffer_lies_within_the_response() -> None:
 
 def test_experts_are_replayed_from_engines_that_are_asked_for_them() -> None:
     check_replay(TrainConfig(router_replay="engine"), DriftConfig())
+    check_replay(TrainConfig(indexer_replay="engine"), DriftConfig(indexer_topk=True))
+    with pytest.raises(ValueError, match=r"indexer_replay=engine.*set drift.indexer_topk=true"):
+        check_replay(TrainConfig(indexer_replay="engine"), DriftConfig())
     check_replay(TrainConfig(router_replay="old_pass"), DriftConfig(routed_experts=False))
     with pytest.raises(ValueError, match=r"train.router_replay=engine .* set drift.routed"):
         check_replay(TrainConfig(router_replay="engine"), DriftConfig(routed_experts=False))

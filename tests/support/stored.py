@@ -72,10 +72,34 @@ def make_sample(generator: random.Random, prompt: Prompt, index: int, most: int 
     )
 
 
+def with_choices(sample: Sample, indexer_topk: int, experts: bool) -> Sample:
+    """Return a sample whose tokens attend to the nearest `indexer_topk`; 0: to none."""
+    num_run = len(sample.prompt.token_ids) + sample.response_len - 1
+    keys_TK = torch.arange(num_run)[:, None] - torch.arange(indexer_topk)
+    rising_TK = torch.where(keys_TK >= 0, keys_TK, num_run).sort(1).values
+    rising_TK = torch.where(rising_TK < num_run, rising_TK, -1).to(torch.int16)
+    keys = rising_TK[:, None].expand(-1, LAYERS, -1).contiguous()
+    return replace(
+        sample,
+        routed_experts=sample.routed_experts if experts else None,
+        indexer_topk=keys if indexer_topk else None,
+    )
+
+
 def make_stored(
-    seed: int, num_groups: int = 5, num_samples: int = 3, num_stores: int = 2
+    seed: int,
+    num_groups: int = 5,
+    num_samples: int = 3,
+    num_stores: int = 2,
+    *,
+    indexer_topk: int = 0,
+    experts: bool = True,
 ) -> tuple[Stores, list[Sample], list[StoredSample]]:
-    """Return (stores, samples, the same as stored), both in the same random order."""
+    """Return (stores, samples, the same as stored), both in the same random order.
+
+    indexer_topk   keys that each token attends to; 0: they are not known
+    experts        whether it is known where tokens were routed
+    """
     generator = random.Random(seed)
     stores = Stores(num_stores)
     pairs: list[tuple[Sample, StoredSample]] = []
@@ -83,6 +107,7 @@ def make_stored(
         ids = tuple(generator.randrange(100) for _ in range(generator.randint(1, 5)))
         prompt = Prompt(group, ids, (), "unit", "7")
         samples = [make_sample(generator, prompt, i) for i in range(num_samples)]
+        samples = [with_choices(sample, indexer_topk, experts) for sample in samples]
         pairs += zip(samples, stores.keep_group(samples), strict=True)
     generator.shuffle(pairs)
     return stores, [sample for sample, _ in pairs], [row for _, row in pairs]

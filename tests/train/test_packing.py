@@ -8,7 +8,7 @@ import torch
 from mcore_rl.algo.sequences import samples_of_tokens
 from mcore_rl.device.attention import zigzag_positions
 from mcore_rl.train.packing import local_sources, make_rank_batch, pad_lens
-from mcore_rl.types import OwnExperts, TrainBatch
+from mcore_rl.types import OwnExperts, OwnKeys, TrainBatch
 
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
@@ -143,7 +143,7 @@ def test_the_experts_of_own_tokens_are_all_that_a_rank_needs(
 def test_experts_of_other_tokens_are_noticed() -> None:
     own = OwnExperts(torch.tensor([0, 1, 4]), torch.zeros(3, 2, 3, dtype=torch.int16))
     batch = make_rank_batch(replace(make_batch((5,)), own_experts=own), 0, 1, 1)
-    with pytest.raises(AssertionError, match="experts of other tokens"):
+    with pytest.raises(AssertionError, match="experts or keys of other tokens"):
         batch.experts(slice(0, 5), slice(0, 2))
 
 
@@ -169,3 +169,35 @@ def test_the_picture_of_the_module_is_what_it_does() -> None:
     assert [part.targets_T.tolist() for part in parts] == [[1, 2, -1, -1], [3, 4, -1, -1]]
     assert [part.sequences_T.tolist() for part in parts] == [[0] * 4] * 2
     assert [part.max_len for part in parts] == [8, 8]
+
+
+@pytest.mark.parametrize(("cp_size", "tp_size"), [(1, 1), (2, 1), (1, 2)])
+def test_keys_are_positions_among_the_packed_tokens_of_all_ranks(
+    cp_size: int, tp_size: int
+) -> None:
+    """A key of a token is the packed token of the same sequence with that position."""
+    lens_N = (5, 1, 6)
+    keys_TLK = torch.tensor([[[t, t - 1], [0, -1]] for n in lens_N for t in range(n)]).int()
+    whole = replace(make_batch(lens_N), indexer_topk_TLK=keys_TLK)
+    packed: dict[tuple[int, int], int] = {}
+    sizes = pad_lens(lens_N, cp_size, tp_size)
+    for n, size in enumerate(sizes):
+        packed |= {(n, t): sum(sizes[:n]) + t for t in range(size)}
+    for cp_rank in range(cp_size):
+        layout = (cp_rank, cp_size, tp_size)
+        batch = make_rank_batch(whole, *layout)
+        tokens_M = batch.sources_T[batch.sources_T >= 0].sort().values
+        own = OwnKeys(tokens_M, keys_TLK[tokens_M][:, 1:], layers=(1,))
+        cut = make_rank_batch(replace(make_batch(lens_N), own_keys=own), *layout)
+        assert torch.equal(cut.keys(1), batch.keys(1))
+        found = batch.keys(0)
+        assert found.dtype == torch.int32
+        for row, n, t, source in zip(
+            found.tolist(),
+            batch.sequences_T.tolist(),
+            batch.positions_T.tolist(),
+            batch.sources_T.tolist(),
+            strict=True,
+        ):
+            before = packed[n, t - 1] if t else -1
+            assert row == ([packed[n, t], before] if source >= 0 else [-1, -1])

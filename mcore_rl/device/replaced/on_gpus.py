@@ -72,13 +72,16 @@ TRAINING: tuple[Patch, ...] = (
         "::test_products_and_gradients_are_those_of_each_expert",
     ),
     Patch(
-        "mcore_rl.train.sparse.indexer:adapt_sparse_attention",
+        "mcore_rl.train.sparse.indexer:_adapt_core",
         (
+            f"{_CORE}.transformer.spec_utils.ModuleSpec.module",
             f"{_CORE}.transformer.experimental_attention_variant.dsa"
             ".DSAIndexerSubmodules.linear_weights_proj",
         ),
-        by="the product that weighs an indexer's heads (DeepSeek-V3.2, GLM-5) by one in float32",
-        reason="megatron-core weighs them in the model's dtype, transformers and SGLang in float32",
+        by="sparse attention (DeepSeek-V3.2, GLM-5) by one that reads given keys, and the product"
+        " that weighs an indexer's heads by one in float32",
+        reason="megatron-core attends to the keys of its own indexer alone, and weighs heads in the"
+        " model's dtype, transformers and SGLang in float32",
         scope=Scope.BOTH,
         runs=Times.IN_STEPS,
         switch="a model without sparse attention",

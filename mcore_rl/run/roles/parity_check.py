@@ -210,8 +210,9 @@ class ParityCheck:
                 batch = left
 
     def _fetch_sequences(self, batch: StoredBatch, indices: Sequence[int]) -> TrainBatch:
-        # Without the engine's experts: the trainer routes by itself, as the engines do.
-        return self._fetch(replace(select_stored(batch, indices), routed_experts_TLK=None))
+        # Without the engine's experts and keys: the trainer chooses by itself, as the engines do.
+        chosen = select_stored(batch, indices)
+        return self._fetch(replace(chosen, routed_experts_TLK=None, indexer_topk_TLK=None))
 
     def _choose(
         self, num_sequences: int, read: Callable[[Sequence[int]], TrainBatch]

@@ -18,6 +18,8 @@ from megatron.core.transformer.experimental_attention_variant.dsa import DSAInde
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from mcore_rl.train.sparse.attention import SparseAttention
+
 
 class _InFloat32:
     """Marks the classes that `with_float32_output` makes."""
@@ -41,11 +43,19 @@ def with_float32_output(linear: type) -> type:
 
 
 def adapt_sparse_attention(attention: ModuleSpec) -> None:
-    """Make the indexer of a layer weigh its heads in float32, if the layer has one."""
+    """Let a layer's attention take given keys, and its indexer weigh heads in float32.
+
+    A layer without an indexer stays as it is. Layers share their spec.
+    """
     core: Any = getattr(attention.submodules, "core_attention", None)
     if getattr(core, "module", None) is DSAttention:
-        parts = core.submodules.indexer.submodules
-        parts.linear_weights_proj = with_float32_output(parts.linear_weights_proj)
+        _adapt_core(core)
+
+
+def _adapt_core(core: ModuleSpec) -> None:
+    core.module = SparseAttention
+    parts: Any = core.submodules.indexer.submodules  # type: ignore[union-attr]
+    parts.linear_weights_proj = with_float32_output(parts.linear_weights_proj)
 
 
 def freeze_indexers(chunks: Sequence[torch.nn.Module]) -> None:

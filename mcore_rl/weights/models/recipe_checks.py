@@ -29,6 +29,11 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
                 f"train.{name}={getattr(train, name)}, but {architecture} has no experts:"
                 f" set train.{name}={str(off).lower()}"
             )
+    if train.indexer_replay != "none" and "index_topk" not in family_of(config).sizes(config):
+        raise ValueError(
+            f"train.indexer_replay={train.indexer_replay}, but {architecture} has no indexers: set"
+            " train.indexer_replay=none"
+        )
     has_bias = family_of(config).options(config).get("moe_router_enable_expert_bias")
     if train.router_bias_rate and not has_bias:
         raise ValueError(

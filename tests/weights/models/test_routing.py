@@ -29,6 +29,11 @@ from tests.support.tiny_models import write_model
             {"router_aux_loss_coef": 0.1},
             "train.router_aux_loss_coef=0.1, but .* has no experts",
         ),
+        (
+            "deepseek_v3",
+            {"indexer_replay": "engine"},
+            "train.indexer_replay=engine, but DeepseekV3ForCausalLM has no indexers",
+        ),
         ("qwen3_moe", {"router_bias_rate": 0.1}, "train.router_bias_rate=0.1, but .* have no bias"),
         ("deepseek_v2", {"router_bias_rate": 0.1}, "routers of DeepseekV2ForCausalLM have no bias"),
     ],

@@ -1,0 +1,137 @@
+"""Brings the keys that a micro-batch names to attention, and counts where the indexer differs.
+
+    Actor -> begin(batches)        opens a pass
+    Actor -> enter(batch, chunk)   returns what layers of a chunk read and count of a micro-batch
+    layer -> given, count          gets its keys, or reports those of its own indexer
+    Actor -> reduce                adds up over ranks what the train step counted
+
+Positions in a sample become positions among the packed keys of all context-parallel ranks:
+
+    sequences   a a a a . . | b b b         "." is padding
+    packed      0 1 2 3 4 5   6 7 8         key 1 of sequence b is packed key 7
+
+The keys of a step may take gigabytes. They stay in host memory; those of one layer are on the
+device while the layer runs. Axes: T local tokens of the micro-batch, K keys of a token, L layers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor
+
+from mcore_rl.device import device, on_device
+from mcore_rl.train.packing import RankBatch
+
+ROWS_AT_ONCE = 1024
+"""Tokens whose keys are compared at once; each takes a byte per packed key."""
+
+
+@dataclass(frozen=True)
+class ChunkKeys:
+    """The keys that a micro-batch names, for the layers of one chunk.
+
+    batch     the micro-batch, in host memory
+    replays   whether attention reads the keys that it names, not those that the indexer chooses
+    counts    what `KeyChoices` adds up, int64 [L, 2] on the device
+    """
+
+    batch: RankBatch
+    replays: bool
+    counts: Tensor
+
+    def get_given(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Return the packed keys that a layer, from 1, is given, and the tokens without any.
+
+        They are int64 [T, K], -1 for none, and int64, rising; both on the device.
+        """
+        keys_TK = self.batch.keys(layer_number - 1)
+        without_U = (keys_TK < 0).all(1).nonzero()[:, 0]
+        return on_device(keys_TK).long(), on_device(without_U)
+
+    def count(self, layer_number: int, own_TK: Tensor) -> None:
+        """Count the given keys of a layer, from 1, and those among them that `own_TK` lacks."""
+        given_TK, _ = self.get_given(layer_number)
+        num_keys = int(self.batch.cu_seqlens_N1[-1])
+        for given_tK, own_tK in zip(
+            given_TK.split(ROWS_AT_ONCE), own_TK.split(ROWS_AT_ONCE), strict=True
+        ):
+            is_own_tS = torch.zeros(
+                len(own_tK), num_keys + 1, dtype=torch.bool, device=own_tK.device
+            )
+            is_own_tS.scatter_(1, own_tK.long() + 1, True)
+            is_given_tK = given_tK >= 0
+            is_left_out_tK = is_given_tK & ~is_own_tS.gather(1, given_tK + 1)
+            self.counts[layer_number - 1, 0] += is_given_tK.sum()
+            self.counts[layer_number - 1, 1] += is_left_out_tK.sum()
+
+
+@dataclass
+class IndexedSeqParams(PackedSeqParams):
+    """Packed sequences whose tokens may have been given keys; see ChunkKeys.
+
+    The second field is megatron-core's: number of a layer, from 1 -> packed keys, [1, T, K].
+    """
+
+    keys: ChunkKeys | None = None
+    _dsa_index_share_topk_holder: dict[int, Tensor] | None = None
+
+
+class KeyChoices:
+    """Tells layers with sparse attention which keys a micro-batch names for its tokens."""
+
+    def __init__(self, num_layers: int, topk: int) -> None:
+        self._shape = (num_layers, topk)
+        self._replays: bool | None = None
+        self._counts_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device())
+
+    @classmethod
+    def from_config(cls, config: TransformerConfig) -> "KeyChoices | None":
+        """Return the choices of a model; None if it has no indexers."""
+        return cls(config.num_layers, config.dsa_indexer_topk) if config.dsa_indexer_topk else None
+
+    def begin(self, batches: Sequence[RankBatch], *, replay: bool | None) -> None:
+        """Open a pass.
+
+        replay   True: attention reads the keys that batches name; False: it counts where indexers
+                 choose others; None: the keys that batches name have no effect
+        Raises ValueError if the batches name keys of a model of another shape.
+        """
+        self._replays = replay
+        self._counts_L2.zero_()
+        for batch in batches:
+            if batch.named_keys is not None:
+                keys_MLK = batch.named_keys.keys_MLK
+                num_layers = len(batch.named_keys.layers) and self._shape[0]
+                found = (num_layers or keys_MLK.shape[1], keys_MLK.shape[2])
+                if found != self._shape:
+                    raise ValueError(
+                        f"keys of {found[0]} layers and {found[1]} keys per token, but the model"
+                        f" has {self._shape[0]} and {self._shape[1]}: the samples come from another"
+                        " model"
+                    )
+
+    def enter(self, batch: RankBatch) -> ChunkKeys | None:
+        """Return what the layers of a chunk read of a micro-batch; None if that is nothing."""
+        if batch.named_keys is None or self._replays is None:
+            return None
+        return ChunkKeys(batch, self._replays, self._counts_L2)
+
+    def reduce(self) -> Mapping[str, float]:
+        """Return the share of given keys that indexers left out, over all layers and for each.
+
+        It is a collective over all ranks; {} if nothing was counted.
+        """
+        counts_L2 = self._counts_L2.clone()
+        dist.all_reduce(counts_L2)
+        given_L, left_out_L = counts_L2.double().cpu().unbind(1)
+        if not given_L.sum():
+            return {}
+        shares_L = left_out_L / given_L.clamp(min=1)
+        metrics = {"indexer/differing_share": (left_out_L.sum() / given_L.sum()).item()}
+        for layer, share in enumerate(shares_L.tolist()):
+            metrics[f"indexer/layer_{layer:02d}/differing_share"] = share
+        return metrics
