@@ -57,6 +57,8 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
         sizes, dtype = SGLangSizes(**case["sizes"]), case["dtype"]
         torch.set_default_dtype(getattr(torch, dtype))
         linear._is_cpu = case["loader"] == "cpu"
+        if not linear._is_cpu:
+            join_projections_of_indexers()
         hf_config = read_hf_config(case["hf_dir"])
         layout = SGLangLayout(family_of(hf_config), hf_config, sizes, dtype)
         for rank in range(sizes.engine_ranks):
@@ -66,6 +68,16 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
             except ValueError as error:
                 errors.append(f"{case}: {error}")
     return {"num_ranks": num_ranks, "errors": errors}
+
+
+def join_projections_of_indexers() -> None:
+    """Have SGLang build indexers as on GPUs, where those of GLM-5 hold two projections as one."""
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+
+    dsa_indexer._is_cuda = True
+    dsa_indexer.resolve_num_sms = lambda: 1  # which it asks CUDA, and needs to compute alone
+    build = dsa_indexer.Indexer.__init__
+    dsa_indexer.Indexer.__init__ = getattr(build, "__wrapped__", build)
 
 
 def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:

@@ -72,6 +72,8 @@ BFLOAT16 = [
     ("gpt_oss", {"dtype": "bfloat16"}, {}),
 ]
 """Families with tensors that have a dtype of their own."""
+JOINED = [("deepseek_v32", {}, {}), ("glm5", {}, {"tp": 2, "ep": 2})]
+"""Families whose tensors lie elsewhere on GPUs."""
 HEADS = {"vision": {"num_heads": 4}}
 ALL_PADDING = {"vision": {"num_heads": 4, "intermediate_size": 4}}
 VISION = [
@@ -129,6 +131,14 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
         write_model(kind, tmp_path / str(i), **changes)
         folder = str(tmp_path / str(i))
         cases.append({"hf_dir": folder, "dtype": dtype, "loader": "cpu", "sizes": sizes})
+    check_ranks(cases)
+
+
+def test_every_rank_loads_as_on_gpus_what_the_rule_says(tmp_path: Path) -> None:
+    cases = []
+    for kind, changes, sizes in JOINED:
+        folder = str(write_model(kind, tmp_path / kind, **changes))
+        cases.append({"hf_dir": folder, "dtype": "bfloat16", "loader": "gpu", "sizes": sizes})
     check_ranks(cases)
 
 

@@ -10,6 +10,7 @@ have the dtype of the model; without FP8 the transform, which is orthogonal, cha
 """
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -100,6 +101,7 @@ def choose_keys() -> None:
 
     build = Indexer.__init__
 
+    @wraps(build)
     def build_in_own_dtype(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
         weight = self.weights_proj.weight
