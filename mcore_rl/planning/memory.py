@@ -83,6 +83,9 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
             "sync buffers": buffers,
             "CUDA graphs": count_graph_bytes(rollout),
         }
+        if "index_topk" in policy.sizes:
+            keys = rollout.kv_cache_len * num_layers
+            uses["index keys"] = keys * _count_index_bytes(policy.sizes)
         if pairs:
             uses["sync communicators"] = pairs
         if num_linear:
@@ -139,6 +142,11 @@ def _count_kv(sizes: Mapping[str, int], attention_tp: int) -> int:
     if "kv_rank" in sizes:
         return sizes["kv_down"]
     return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
+
+
+def _count_index_bytes(sizes: Mapping[str, int]) -> int:
+    """Bytes of a key of an indexer, which SGLang keeps in FP8 with a scale of 128 values."""
+    return sizes["index_head"] + sizes["index_head"] // 128 * FLOAT32
 
 
 _NO_MATRICES = ("word_embeddings", "output_layer", "router", "gate_weight", PREFIX)

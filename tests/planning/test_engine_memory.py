@@ -26,6 +26,12 @@ def test_fp8_halves_the_kv_cache() -> None:
     assert fp8["weights"] == plain["weights"]
 
 
+def test_keys_of_indexers_lie_beside_the_kv_cache() -> None:
+    sparse = uses_of("model.path=recipes/model/deepseek_v32")
+    assert sparse["index keys"] == 300_000 * LAYERS * (128 + 4)
+    assert sparse["KV cache"] == uses_of()["KV cache"] and "index keys" not in uses_of()
+
+
 @pytest.mark.parametrize(
     ("option", "whole"),
     [
