@@ -65,6 +65,9 @@ TINY: Mapping[str, Any] = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
+    "index_topk": 8,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
     "num_experts": 8,
     "num_local_experts": 8,
     "n_routed_experts": 8,
@@ -306,6 +309,8 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         if LINEAR in kinds:  # in turns, as full_attention_interval says
             kinds = [LINEAR, SOFTMAX] * num_layers
         tiny["layer_types"] = kinds[:num_layers]
+    for key in ("mlp_layer_types", "indexer_types"):  # which follow from other keys
+        tiny.pop(key, None)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
