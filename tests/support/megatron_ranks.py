@@ -197,6 +197,17 @@ LAYER_NAMES = {
     "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
+    **{
+        f"self_attention.core_attention.indexer.{key}": f"self_attn.indexer.{name}"
+        for key, name in (
+            ("linear_wq_b.weight", "wq_b.weight"),
+            ("linear_wk.weight", "wk.weight"),
+            ("k_norm.weight", "k_norm.weight"),
+            ("k_norm.bias", "k_norm.bias"),
+            ("linear_weights_proj.weight", "weights_proj.weight"),
+        )
+    },
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
     "self_attention.A_log": "linear_attn.A_log",
     "self_attention.dt_bias": "linear_attn.dt_bias",
@@ -220,7 +231,10 @@ NUMBERED = {
 }
 STACKED = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj", ".weight": "", ".bias": "_bias"}
 ONE_SHARED_EXPERT = {"mlp.shared_experts.": "mlp.shared_expert."}
+NORMED_LATENTS = {"self_attn.q_norm.": "self_attn.q_a_layernorm."}
 OTHER_NAMES = {
+    "DeepseekV32ForCausalLM": NORMED_LATENTS,
+    "GlmMoeDsaForCausalLM": NORMED_LATENTS,
     "GptOssForCausalLM": {"mlp.gate.weight": "mlp.router.weight"},
     "MixtralForCausalLM": NUMBERED,
     "MiniMaxM2ForCausalLM": NUMBERED,
