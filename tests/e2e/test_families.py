@@ -32,8 +32,15 @@ ENGINES = {
     "moonlight": EXPERT_PARALLEL,
     "kimi_k2": EXPERT_PARALLEL,
     "qwen3_next": EXPERT_PARALLEL,
+    "deepseek_v32": {**EXPERT_PARALLEL, "attention_dp": 2},
+    "glm5": {},
 }
 """Kind of model -> the ranks of its engine."""
+MOST_OTHER_KEYS = 1e-3
+"""Share of the engine's keys that rounding may have the trainer's indexers leave out."""
+INDEXER_REPLAY = {"deepseek_v32": "engine", "glm5": "none"}
+"""Kind of model -> whose keys its tokens attend to in training; the run counts others' with none.
+"""
 
 
 @pytest.mark.parametrize("kind", ENGINES)
@@ -45,6 +52,7 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
         for name in family_of(config).shapes(config)
         if name.endswith("e_score_correction_bias")
     ]
+    is_sparse = "index_topk" in config
     run = start(
         "train",
         f"model.path={model}",
@@ -53,8 +61,10 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
         "run.steps=2",
         "train.optimizer.lr=1e-3",
         "eval.data=[]",
-        "parallel.tp=2",
+        f"parallel.{'pp' if is_sparse else 'tp'}=2",
         *(f"rollout.{name}={size}" for name, size in ENGINES[kind].items()),
+        f"drift.indexer_topk={str(is_sparse).lower()}",
+        f"train.indexer_replay={INDEXER_REPLAY.get(kind, 'none')}",
     )
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=2)
@@ -64,6 +74,10 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
     ]
     assert set(biases) <= exported.keys() & set(changed_tensors(model, run.run_dir / "hf"))
     assert all(line["logprob_diff/router_flip_share"] == 0 for line in steps_of(run))
+    if is_sparse:
+        shares = [line.get("indexer/differing_share", -1.0) for line in steps_of(run)]
+        replays = INDEXER_REPLAY[kind] == "engine"
+        assert all(share < MOST_OTHER_KEYS and (share < 0) == replays for share in shares)
 
 
 def test_the_language_model_of_kimi_k25_trains_from_int4(
