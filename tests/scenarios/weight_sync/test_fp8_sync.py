@@ -43,6 +43,7 @@ pytestmark = pytest.mark.gloo
 TIMEOUT_S = 60.0
 ENGINE = {"tp": 2, "ep": 2}
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2}
+LAYOUTS = {"qwen3": {"tp": 2, "pp": 2}, "deepseek_v32": {"pp": 2, "cp": 2, "ep": 2}}
 BIG = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -68,13 +69,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen3": {**BIG, "head_dim": 64, "num_key_value_heads": 4},
 }
+MODELS["deepseek_v32"] = MODELS["deepseek_v3"] | {"index_head_dim": 128, "index_n_heads": 4}
 """Heads have 64 rows, two to a block. DeepSeek's kv_a_proj_with_mqa has 192, a block and a half."""
 
 NOT_CONVERTED = {"qwen3": ["model.layers.1.self_attn.o_proj", "model.layers.0.mlp.down_proj"]}
 """Modules that config.json leaves in bfloat16. They are not recorded, so ranks list their shards.
 """
 NUM_FP8 = {"qwen3_moe": 2 * 4, "deepseek_v3": 2 * 4 + 2 + 4, "qwen3": 2 * 4 - 2}
-"""FP8 parameters of a rank: four per layer; more with latent attention and shared experts."""
+NUM_FP8["deepseek_v32"] = NUM_FP8["deepseek_v3"] + 2 * 2
+"""FP8 parameters of a rank: four per layer; more with latent attention, shared experts, indexers.
+"""
 
 FP8_CONFIG = {
     "quant_method": "fp8",
@@ -83,7 +87,8 @@ FP8_CONFIG = {
     "activation_scheme": "dynamic",
 }
 PROJECTION = re.compile(
-    r".*\.(self_attn|mlp|shared_experts|experts\.\d+)\.\w+_proj(_with_mqa)?\.weight"
+    r".*\.((self_attn|mlp|shared_experts|experts\.\d+)\.\w+_proj(_with_mqa)?"
+    r"|indexer\.(wq_b|wk))\.weight"
 )
 
 
@@ -171,7 +176,8 @@ def quantize_gathered(
             tensors[name] = weight
             continue
         assert weight.dtype == torch.bfloat16
-        assert not torch.equal(weight, before[name].bfloat16())
+        is_frozen = ".indexer." in name
+        assert torch.equal(weight, before[name].bfloat16()) == is_frozen
         values, scales = per_block_cast_to_fp8(weight)
         error = (dequantize(values, scales) - weight.float()).norm() / weight.float().norm()
         assert 0.01 < error < 0.04
@@ -220,7 +226,7 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantized_from_a_gather(
     hf_dir, fp8_dir = make_dirs(kind, tmp_path)
     engine = EngineRanks(fp8_dir, ENGINE)
     try:
-        layout = LAYOUT if "moe" in kind or "deepseek" in kind else {"tp": 2, "pp": 2}
+        layout = LAYOUTS.get(kind, LAYOUT)
         config = make_config(hf_dir, layout)
         ranks.build(config)
         ranks.train_step([make_batches()], temperature=1.0, num_tokens=NUM_TOKENS)
