@@ -67,19 +67,13 @@ class NumberedEntry(NamedTuple):
     expert: int | None = None
 
 
-class LayerKind(NamedTuple):
-    """Whether a layer has experts, and linear attention."""
+LayerKind = frozenset[str]
+"""The values of Rule.where of a layer's tensors, besides "layer"; see Family.list_kinds."""
 
-    is_moe: bool
-    is_linear: bool = False
 
-    def has(self, rule: Rule) -> bool:
-        """Return whether a layer of this kind has the tensor of a rule of layers."""
-        if rule.where in ("linear", "softmax"):
-            return self.is_linear == (rule.where == "linear")
-        return rule.where == "layer" or (
-            rule.where in ("dense", "moe") and self.is_moe == (rule.where == "moe")
-        )
+def _has(kind: LayerKind, rule: Rule) -> bool:
+    """Return whether a layer of this kind has the tensor of a rule."""
+    return rule.where == "layer" or rule.where in kind
 
 
 class Tensors:
@@ -92,10 +86,7 @@ class Tensors:
         self.num_heads: int = hf_config["num_attention_heads"]
         self.num_layers = self.sizes["layers"]
         self.num_experts = self.sizes["experts"]
-        self._kinds = [
-            LayerKind(family.is_moe_layer(hf_config, layer), family.is_linear(hf_config, layer))
-            for layer in range(self.num_layers)
-        ]
+        self._kinds = [family.list_kinds(hf_config, layer) for layer in range(self.num_layers)]
         left_out = family.find_left_out(hf_config)
         self.tied = bool(left_out)
         """True if the output layer shares the embedding's weights."""
@@ -110,7 +101,8 @@ class Tensors:
         self.model_entries = [entry for entry in entries if entry.rule.where in OUTSIDE_LAYERS]
         """The entries outside the layers; each module of a vision tower has its own."""
         self.layer_entries = {
-            kind: [entry for entry in entries if kind.has(entry.rule)] for kind in set(self._kinds)
+            kind: [entry for entry in entries if _has(kind, entry.rule)]
+            for kind in set(self._kinds)
         }
         """The entries of a layer of each kind."""
         self._by_pattern: dict[tuple[str, ...], list[Entry]] = defaultdict(list)
@@ -136,7 +128,7 @@ class Tensors:
                 or (expert or 0) >= max(self.num_experts, 1)
             ):
                 continue
-            if self._kinds[layer].has(entry.rule):
+            if _has(self._kinds[layer], entry.rule):
                 return NumberedEntry(entry, layer, expert)
         return None
 

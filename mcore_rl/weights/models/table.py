@@ -167,6 +167,8 @@ class Family:
     sizes          axis sizes by the names that `rules` use
     is_moe_layer   (config, layer) -> whether the layer has experts
     is_linear      (config, layer) -> whether the layer has linear attention, not softmax attention
+    kinds          (config, layer) -> the values of Rule.where of the layer's tensors, besides
+                   "layer"; None: every layer has an MLP and attention, as the two above say
     options        arguments of megatron-core's TransformerConfig, without layout and precision
     supported      key of config.json -> values that table and Megatron support, besides absence
     rope_types     supported kinds of rotary embedding
@@ -191,6 +193,7 @@ class Family:
     refusal: Callable[[HfConfig], str] = lambda config: ""
     carried: Callable[[HfConfig], str] = lambda config: ""
     is_linear: Callable[[HfConfig, int], bool] = lambda config, layer: False
+    kinds: Callable[[HfConfig, int], frozenset[str]] | None = None
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     alternating: bool = False
     explicit: tuple[str, ...] = ()
@@ -264,11 +267,17 @@ class Family:
         for _, tensor, layer, expert in self.places(config, sizes):
             yield tensor.name.format(layer=layer, expert=expert), tensor
 
+    def list_kinds(self, config: HfConfig, layer: int) -> frozenset[str]:
+        """Return the values of Rule.where of a layer's tensors, besides "layer"."""
+        if self.kinds is not None:
+            return self.kinds(config, layer)
+        mlp = "moe" if self.is_moe_layer(config, layer) else "dense"
+        attention = "linear" if self.is_linear(config, layer) else "softmax"
+        return frozenset((mlp, attention))
+
     def has_rule(self, rule: Rule, config: HfConfig, layer: int) -> bool:
         """Return whether a layer of the language model has the tensor of a rule."""
-        if rule.where in ("linear", "softmax"):
-            return self.is_linear(config, layer) == (rule.where == "linear")
-        return rule.where == "layer" or (self.is_moe_layer(config, layer) == (rule.where == "moe"))
+        return rule.where == "layer" or rule.where in self.list_kinds(config, layer)
 
     def places(
         self, config: HfConfig, sizes: Mapping[str, int]

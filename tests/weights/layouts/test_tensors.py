@@ -69,7 +69,10 @@ def test_tied_embeddings_leave_the_output_layer_out() -> None:
 
 def test_layers_are_sorted_by_kind() -> None:
     tensors = tensors_of()
-    assert tensors.by_kind(range(3)) == {LayerKind(True): [0, 2], LayerKind(False): [1]}
+    assert tensors.by_kind(range(3)) == {
+        LayerKind(("moe", "softmax")): [0, 2],
+        LayerKind(("dense", "softmax")): [1],
+    }
     names = [name for name, _, _ in tensors.list_layer_tensors(0, experts=[1])]
     assert "model.layers.0.mlp.experts.1.up_proj.weight" in names
     assert not [name for name in names if ".experts." in name and ".experts.1." not in name]
