@@ -326,6 +326,37 @@ def use_torch_delta_net() -> None:
     specs.TESpecProvider = te_workalike.SpecProvider
 
 
+def use_torch_mamba() -> None:
+    """Give Mamba-2 layers torch's operations for mamba_ssm's kernels, and a hybrid model norms.
+
+    Under context parallelism a layer asks Transformer Engine which tokens a rank has.
+    """
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+
+    from mcore_rl.cpu import mamba, te_workalike
+    from mcore_rl.cpu.gated_norm import GatedNorm
+
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.ExtendedRMSNorm = GatedNorm
+    mamba_mixer.mamba_split_conv1d_scan_combined = mamba.mamba_split_conv1d_scan_combined
+    mamba_mixer._check_mamba_sequence_packing_support = lambda **_: (True, None)
+    mamba_context_parallel.tex = mamba.PartitionedIndices
+    mamba_context_parallel.is_te_min_version = lambda version: True
+    hybrid_block.TENorm = te_workalike.Norm
+
+
+def know_linear_in_latent_experts() -> None:
+    """Let experts of a smaller width than the model take te_workalike.SpecProvider's linear.
+
+    megatron-core imports that class there only together with Transformer Engine.
+    """
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.moe import moe_layer
+
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
+
+
 def run_eagerly() -> None:
     """Run functions decorated with megatron-core's jit_fuser uncompiled.
 
@@ -343,6 +374,8 @@ WITHOUT_TRANSFORMER_ENGINE: tuple[Callable[[], None], ...] = (
     allow_precision_aware_adam,
     use_te_workalike,
     use_torch_delta_net,
+    use_torch_mamba,
+    know_linear_in_latent_experts,
 )
 """Patches that have to do with Transformer Engine alone, not with the CPU."""
 

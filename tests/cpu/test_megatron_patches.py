@@ -47,6 +47,8 @@ CHECKED_ALONE = {
     "run_eagerly",
     "allow_precision_aware_adam",
     "use_torch_delta_net",
+    "use_torch_mamba",
+    "know_linear_in_latent_experts",
 }
 """Patches with a test_<name> of their own, below or in test_gloo_patches.py."""
 
@@ -177,7 +179,21 @@ def _has_delta_net() -> bool:
     return common.HAVE_FLA and None not in kernels
 
 
+def _has_mamba() -> bool:
+    from megatron.core.ssm import mamba_mixer
+
+    return mamba_mixer.HAVE_MAMBA_SSM and isinstance(mamba_mixer.ExtendedRMSNorm, type)
+
+
+def _has_latent_linear() -> bool:
+    from megatron.core.transformer.moe import moe_layer
+
+    return moe_layer.HAVE_TE and moe_layer.TELinear is not None
+
+
 PROBES = {
+    "know_linear_in_latent_experts": _has_latent_linear,
+    "use_torch_mamba": _has_mamba,
     "allow_precision_aware_adam": _moments_dtype,
     "know_linear_in_latent_attention": _takes_linear,
     "recompute_without_fp8": _recomputes_in_fp8,
@@ -205,6 +221,14 @@ def test_allow_precision_aware_adam() -> None:
 
 def test_use_torch_delta_net() -> None:
     check_outcomes("use_torch_delta_net", False, True)
+
+
+def test_use_torch_mamba() -> None:
+    check_outcomes("use_torch_mamba", False, True)
+
+
+def test_know_linear_in_latent_experts() -> None:
+    check_outcomes("know_linear_in_latent_experts", False, True)
 
 
 def test_recompute_by_copy() -> None:

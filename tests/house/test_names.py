@@ -30,6 +30,7 @@ ON_PURPOSE = {
     ("mcore_rl/cpu/megatron_patches.py", "elapsed_time"): FOREIGN,
     ("mcore_rl/cpu/te_workalike.py", "grouped_mlp_modules"): FOREIGN,
     ("mcore_rl/cpu/te_workalike.py", "sharded_state_dict"): FOREIGN,
+    ("mcore_rl/cpu/gated_norm.py", "sharded_state_dict"): FOREIGN,
     ("mcore_rl/train/lora/adapter.py", "sharded_state_dict"): FOREIGN,
     ("mcore_rl/device/gpu_memory.py", "running"): "a context manager: with stream.running()",
     ("mcore_rl/train/router.py", "routing"): FOREIGN,

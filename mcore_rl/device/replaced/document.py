@@ -31,6 +31,7 @@ _TITLES = {
 APPLIED_BY_CHECKS = (
     *("know_linear_in_latent_attention", "recompute_without_fp8", "use_fused_adam"),
     *("allow_precision_aware_adam", "use_te_workalike", "use_torch_delta_net"),
+    *("use_torch_mamba", "know_linear_in_latent_experts"),
 )
 """The patches that `use_torch_modules_on_cuda` has `setup_device` apply."""
 _GPU_COLUMNS = ("patch", "replaces", "why", "runs on a GPU", "off with", "needed, shown by")

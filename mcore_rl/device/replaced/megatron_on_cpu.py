@@ -173,6 +173,37 @@ PATCHES: tuple[Patch, ...] = (
         test=f"{_TEST}::test_use_torch_delta_net",
     ),
     Patch(
+        f"{_CPU}:use_torch_mamba",
+        (
+            *(
+                f"{_CORE}.ssm.mamba_mixer.{name}"
+                for name in (
+                    *("HAVE_MAMBA_SSM", "ExtendedRMSNorm", "mamba_split_conv1d_scan_combined"),
+                    "_check_mamba_sequence_packing_support",
+                )
+            ),
+            *(f"{_CORE}.ssm.mamba_context_parallel.{n}" for n in ("tex", "is_te_min_version")),
+            f"{_CORE}.models.hybrid.hybrid_block.TENorm",
+        ),
+        by="mamba_ssm's kernels of Mamba-2 layers by `cpu/mamba.py` and `cpu/gated_norm.py`, a norm"
+        " and a function of Transformer Engine's",
+        reason="they are triton kernels, and Transformer Engine needs CUDA",
+        on_gpu="mamba_ssm and causal_conv1d: other rounding",
+        test=f"{_TEST}::test_use_torch_mamba",
+    ),
+    Patch(
+        f"{_CPU}:know_linear_in_latent_experts",
+        (
+            f"{_CORE}.transformer.moe.moe_layer.HAVE_TE",
+            f"{_CORE}.transformer.moe.moe_layer.TELinear",
+        ),
+        by="the missing linear of experts that are narrower than the model by the one of"
+        " `cpu/te_workalike.py`",
+        reason="it is imported only together with Transformer Engine",
+        on_gpu="Transformer Engine's linear",
+        test=f"{_TEST}::test_know_linear_in_latent_experts",
+    ),
+    Patch(
         "mcore_rl.device:leave_compiler_out",
         ("torch.compile", "torch.compiler.disable"),
         by="compiled functions by the functions themselves; torch's compiler is not even imported",
