@@ -21,6 +21,8 @@ FLOAT32 = 4
 LOGITS_COPIES = 3
 DELTA_CHUNK_LEN = 64
 """Tokens of a chunk of flash-linear-attention's kernels of gated delta nets."""
+MAMBA_CHUNK_LEN = 128
+"""Tokens of a chunk of mamba_ssm's kernels, as megatron-core calls them."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +66,18 @@ class Activations:
 
     def count_working(self, layer: int) -> float:
         """Bytes in use besides what is kept, while the layer runs or is recomputed."""
-        if self._is_moe(layer):
-            rows = self._routed_tokens
-            buffers = (
-                2 * rows * (self._sizes["hidden"] + 2 * self._sizes["expert_ffn"] / self._step.etp)
-            )
-        else:
-            buffers = 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
+        kinds = self._family.list_kinds(self._config, layer)
+        buffers = 0.0
+        if "moe" in kinds:
+            width = self._expert_in + 2 * self._sizes["expert_ffn"] / self._step.etp
+            buffers += 2 * self._routed_tokens * width
+        if "dense" in kinds:
+            buffers += 4 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
         again = self._count_inner(layer, frozenset())
         if self._step.recomputed != WHOLE_LAYERS:
             again -= self.count_kept(layer)
+        if "linear" in kinds:
+            again += self._count_states()
         return buffers * self._step.itemsize + again
 
     def count_logits(self, padded_vocab: int) -> float:
@@ -85,19 +89,34 @@ class Activations:
         chunk = min(self._step.logprob_chunk, self._tokens)
         return width * (2 * self._step.itemsize * self._tokens + LOGITS_COPIES * FLOAT32 * chunk)
 
-    def _is_moe(self, layer: int) -> bool:
-        return self._family.is_moe_layer(self._config, layer)
-
     def _count_inner(self, layer: int, recomputed: Collection[str]) -> float:
         """Bytes inside a layer, but for what the modules `recomputed` compute again."""
-        rest = (
-            self._count_experts(recomputed)
-            if self._is_moe(layer)
-            else self._count_dense(recomputed)
+        count_linear = self._count_mamba if self._has_mamba else self._count_delta_net
+        counts = {
+            "moe": self._count_experts,
+            "dense": self._count_dense,
+            "linear": count_linear,
+            "softmax": self._count_attention,
+        }
+        return sum(
+            counts[kind](recomputed)
+            for kind in sorted(self._family.list_kinds(self._config, layer))
         )
-        if self._family.is_linear(self._config, layer):
-            return self._count_delta_net(recomputed) + rest
-        return self._count_attention(recomputed) + rest
+
+    @property
+    def _has_mamba(self) -> bool:
+        return "mamba_in" in self._sizes
+
+    @property
+    def _expert_in(self) -> int:
+        """Numbers per token that an expert takes."""
+        return self._sizes.get("expert_in", self._sizes["hidden"])
+
+    @property
+    def _factors(self) -> int:
+        """Matrices whose outputs the activation of an MLP takes: gate and up, or one alone."""
+        is_gated = self._family.options(self._config).get("gated_linear_unit", True)
+        return 2 if is_gated else 1
 
     @property
     def _hidden(self) -> float:
@@ -139,8 +158,28 @@ class Activations:
         cut = self._tokens / self._step.tp
         return self._count_norm(recomputed) + cut * numbers * self._step.itemsize
 
+    def _count_mamba(self, recomputed: Collection[str]) -> float:
+        """Bytes of the projections, and of outputs before and after gates and norm.
+
+        The kernel computes the convolution and the scan again in the backward pass.
+        """
+        numbers = self._sizes["mamba_in"] + 3 * self._sizes["mamba_inner"]
+        cut = self._tokens / self._step.tp
+        return self._count_norm(recomputed) + cut * numbers * self._step.itemsize
+
+    def _count_states(self) -> float:
+        """Bytes of the states at the beginnings of chunks of a Mamba-2 layer, and their gradients.
+
+        They are in float32.
+        """
+        if not self._has_mamba:
+            return 0.0
+        sizes = self._sizes
+        state = sizes["mamba_inner"] * sizes["mamba_state"] // sizes["mamba_groups"]
+        return 2 * FLOAT32 * self._tokens / self._step.tp * state / MAMBA_CHUNK_LEN
+
     def _count_dense(self, recomputed: Collection[str]) -> float:
-        numbers = 3 * self._tokens * self._sizes["dense_ffn"] / self._step.tp
+        numbers = (self._factors + 1) * self._tokens * self._sizes["dense_ffn"] / self._step.tp
         if "mlp" in recomputed:
             numbers = 0.0
         return self._count_norm(recomputed) + numbers * self._step.itemsize
@@ -153,9 +192,9 @@ class Activations:
         step = self._step
         if "moe" in recomputed:
             return self._count_norm(recomputed)
-        halves = 3 if "moe_act" in recomputed else 4
-        rows = self._routed_tokens * (sizes["hidden"] + halves * sizes["expert_ffn"] / step.etp)
-        shared = 3 * self._tokens * sizes.get("shared_ffn", 0) / step.tp
+        halves = self._factors + (1 if "moe_act" in recomputed else 2)
+        rows = self._routed_tokens * (self._expert_in + halves * sizes["expert_ffn"] / step.etp)
+        shared = (self._factors + 1) * self._tokens * sizes.get("shared_ffn", 0) / step.tp
         if "shared_experts" in recomputed:
             shared = 0.0
         scores = 2 * self._own * sizes["experts"] * FLOAT32

@@ -5,6 +5,7 @@ engine            weights, KV cache, buffers of the weight sync
 shared GPUs       the fullest of several moments (peak_memory.py)
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -73,10 +74,13 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
         first_rank = stage * rollout.tp
         layers = _find_layers(target, first_rank)
         num_layers = len(layers)
-        num_linear = sum(policy.family.is_linear(policy.config, layer) for layer in layers)
+        kinds = Counter(
+            kind for layer in layers for kind in policy.family.list_kinds(policy.config, layer)
+        )
+        num_linear = kinds["linear"]
         weights = _count_bytes(target, first_rank)
         derived = num_layers * _count_derived(policy.sizes, attention_tp) * size
-        kv_bytes = (num_layers - num_linear) * _count_kv(policy.sizes, attention_tp) * kv_size
+        kv_bytes = kinds["softmax"] * _count_kv(policy.sizes, attention_tp) * kv_size
         uses: Uses = {
             "weights": weights + derived,
             "KV cache": rollout.kv_cache_len * kv_bytes,
@@ -121,13 +125,17 @@ def _count_slots(rollout: RolloutConfig) -> int:
 
 
 def _count_state_bytes(sizes: Mapping[str, int], attention_tp: int, itemsize: int) -> int:
-    """Bytes of a state of a gated delta net on one rank.
+    """Bytes of a state of a gated delta net or a Mamba-2 layer on one rank.
 
-    They are the last inputs of the convolution, and a matrix of each value head, in float32.
+    They are the last inputs of the convolution, and a matrix of each head, in float32.
     """
-    inputs = sizes["delta_qkv"] * (sizes["delta_kernel"] - 1) * itemsize
-    matrices = sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_key_heads"] * FLOAT32
-    return (inputs + matrices) // attention_tp
+    if "mamba_in" in sizes:
+        inputs = sizes["mamba_conv"] * (sizes["mamba_kernel"] - 1) * itemsize
+        matrices = sizes["mamba_inner"] * sizes["mamba_state"] // sizes["mamba_groups"]
+    else:
+        inputs = sizes["delta_qkv"] * (sizes["delta_kernel"] - 1) * itemsize
+        matrices = sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_key_heads"]
+    return (inputs + matrices * FLOAT32) // attention_tp
 
 
 def _count_derived(sizes: Mapping[str, int], attention_tp: int) -> int:

@@ -1,4 +1,4 @@
-"""Builds this rank's megatron-core GPTModel chunks, not yet filled, from HF config and layout.
+"""Builds this rank's megatron-core model chunks, not yet filled, from HF config and layout.
 
 These modules replace those of megatron-core where a model differs from it:
 
@@ -14,7 +14,7 @@ These modules replace those of megatron-core where a model differs from it:
 from collections.abc import Sequence
 from copy import copy
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
     get_transformer_block_with_experimental_attention_variant_spec,
 )
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
@@ -37,6 +38,7 @@ from torch import Tensor
 
 from mcore_rl.config.training import ExpertGemm
 from mcore_rl.train.experts.layer import use_grouped_products
+from mcore_rl.train.hybrid import make_hybrid_chunk
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.sparse.indexer import adapt_sparse_attention, freeze_indexers
 from mcore_rl.train.transformer_config import rotary_options
@@ -45,6 +47,9 @@ from mcore_rl.weights.hf.config import pad_vocab_size
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
+
+Chunk: TypeAlias = "GPTModel | HybridModel"
+"""The layers of a virtual pipeline stage, with the embedding or the output layer at the ends."""
 
 
 class _Alternating:
@@ -191,8 +196,8 @@ class PlainNorm:
 
 def make_chunks(
     config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm = "separate"
-) -> list[GPTModel]:
-    """Return one GPTModel per virtual pipeline stage of this rank, parameters uninitialized."""
+) -> list[Chunk]:
+    """Return one model chunk per virtual pipeline stage of this rank, parameters uninitialized."""
     stages = range(config.virtual_pipeline_model_parallel_size or 1)
     virtual = config.virtual_pipeline_model_parallel_size is not None
     chunks = [
@@ -205,13 +210,22 @@ def make_chunks(
 
 def _make_chunk(
     config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm, vp_stage: int | None
+) -> Chunk:
+    make: Any = make_hybrid_chunk if config.is_hybrid_model else _make_gpt_chunk
+    chunk: Chunk = make(config, hf_config, expert_gemm, vp_stage)
+    if has_value_head(hf_config) and chunk.post_process:
+        chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
+    return chunk.cuda()
+
+
+def _make_gpt_chunk(
+    config: TransformerConfig, hf_config: HfConfig, expert_gemm: ExpertGemm, vp_stage: int | None
 ) -> GPTModel:
-    value_head = has_value_head(hf_config)
-    tied = not value_head and hf_config.get("tie_word_embeddings", False)
+    tied = not has_value_head(hf_config) and hf_config.get("tie_word_embeddings", False)
     kind: Any = GPTModel
     if family_of(hf_config).has_tower:
         kind = partial(VisionLanguageModel, hf_config=hf_config)
-    chunk = kind(
+    return kind(
         config,
         _make_spec(config, hf_config, expert_gemm, vp_stage),
         vocab_size=pad_vocab_size(hf_config, config.tensor_model_parallel_size),
@@ -223,9 +237,6 @@ def _make_chunk(
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
-    if value_head and chunk.post_process:
-        chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
-    return chunk.cuda()
 
 
 def _make_spec(

@@ -23,6 +23,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from mcore_rl.train.hybrid import is_hybrid
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.shared_attention import SharedSeqParams
 from mcore_rl.train.sparse.choices import IndexedSeqParams
@@ -198,7 +199,7 @@ def _forward_step(
         batch.tokens_T[None],
         positions,
         None,
-        packed_seq_params=_make_packed_seq_params(batch),
+        packed_seq_params=_make_packed_seq_params(batch, model),
         padding_mask=_make_padding_mask(batch, model),
         **({} if vision is None else {"vision": vision}),
     )
@@ -217,14 +218,20 @@ def _report(
     return loss, num_tokens, report
 
 
-def _make_packed_seq_params(batch: RankBatch) -> PackedSeqParams:
+def _make_packed_seq_params(batch: RankBatch, model: torch.nn.Module) -> PackedSeqParams:
     cu_seqlens = batch.cu_seqlens_N1
+    sequences_1T = None
+    if is_hybrid(unwrap_model(model)):  # Mamba layers see the tokens of all context-parallel ranks
+        num_tokens = len(batch.tokens_T) * ps.get_context_parallel_world_size()
+        numbers_N = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+        sequences_1T = numbers_N.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens)[None]
     own = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
         max_seqlen_q=batch.max_len,
         max_seqlen_kv=batch.max_len,
+        seq_idx=sequences_1T,
     )
     if batch.chunk_keys is not None:
         return IndexedSeqParams(**vars(own), keys=batch.chunk_keys)
@@ -235,13 +242,13 @@ def _make_padding_mask(batch: RankBatch, model: torch.nn.Module) -> Tensor | Non
     """Return the mask for the router's statistics, [1, T], True on padding; None without padding.
 
     Under sequence parallelism megatron-core 0.19.2 cuts the mask for its TP rank on the first stage
-    only; on the other stages it is cut here.
+    of a GPTModel only; elsewhere it is cut here.
     """
     if batch.padding_T is None:
         return None
     mask = batch.padding_T
     chunk = unwrap_model(model)
-    if chunk.config.sequence_parallel and not chunk.pre_process:
+    if chunk.config.sequence_parallel and not (chunk.pre_process and not is_hybrid(chunk)):
         parts = mask.chunk(ps.get_tensor_model_parallel_world_size())
         mask = parts[ps.get_tensor_model_parallel_rank()]
     return mask[None].contiguous()

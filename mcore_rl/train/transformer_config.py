@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.ssm.gated_delta_net import common as gated_delta_net
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -16,6 +17,7 @@ from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
 from mcore_rl.device.upstream import refuse_unavailable
 from mcore_rl.train.experts.layer import check_grouped_products
+from mcore_rl.train.hybrid import find_missing_kernels
 from mcore_rl.weights.hf.config import moe_layers
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
@@ -29,7 +31,7 @@ RECOMPUTE_LAYERS = {
 }
 EXPERTS_MODULES = ("moe", "moe_act", "shared_experts")
 ROWS_OF_A_BLOCK = {"blockwise": 128, "mxfp8": 32, "nvfp4": 32}
-ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu, "relu2": squared_relu}
 
 
 def _leave_empty(weights: Tensor) -> Tensor:
@@ -111,6 +113,12 @@ def _refuse_missing_kernels(
         raise ValueError(
             f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
             " from flash-linear-attention, which is not installed: pip install 'mcore_rl[gpu]'"
+        )
+    if options.get("is_hybrid_model") and (missing := find_missing_kernels()):
+        raise ValueError(
+            f"{config['architectures'][0]} has Mamba-2 layers, whose kernels megatron-core takes"
+            f" from mamba-ssm and causal-conv1d: {missing}; pip install --no-build-isolation"
+            " mamba-ssm causal-conv1d"
         )
 
 

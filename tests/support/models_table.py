@@ -36,6 +36,8 @@ MODELS = {
     "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3-Next-80B-A3B"),
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3.5, 3.6, dense, text alone"),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3.5, 3.6, experts, text alone"),
+    "nemotron3": ("NemotronHForCausalLM", "Nemotron-3-Nano-30B-A3B"),
+    "nemotron3_latent": ("NemotronHForCausalLM", "Nemotron-3-Super-120B-A12B"),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3 0.6B to 32B"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2, Qwen2.5"),
     "llama": ("LlamaForCausalLM", "Llama 2, 3"),

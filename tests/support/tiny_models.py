@@ -60,6 +60,20 @@ LATENT = {
     },
 }
 UNGROUPED = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "num_nextn_predict_layers": 0}
+MAMBA = {
+    **GROUPED_QUERIES,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "chunk_size": 8,
+    "time_step_min": 1e-30,  # transformers raises steps to it, which no other code does
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 BIASED_ROUTING = {
     **UNGROUPED,
     "moe_intermediate_size": 32,
@@ -217,6 +231,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT, "norm_topk_prob": True}),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}),
+    "nemotron3": ("NemotronHConfig", {**MAMBA, "hybrid_override_pattern": "MEM*E-"}),
+    "nemotron3_latent": (
+        "NemotronHConfig",
+        {**MAMBA, "hybrid_override_pattern": "MEM*", "moe_latent_size": 40},
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         {
@@ -260,6 +279,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EVERY_FOURTH = {"full_attention_interval": 4}
 DEEPSEEK_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+LAYERS_BY_PATTERN = {
+    "layers_block_type": None,
+    "mtp_layers_block_type": None,
+    "mamba_n_groups": MAMBA["n_groups"],
+}
 SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "deepseek_v3": DEEPSEEK_V3,
     "moonlight": DEEPSEEK_V3,
@@ -270,6 +294,16 @@ SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "qwen3_next": EVERY_FOURTH,
     "qwen3_5": EVERY_FOURTH,
     "qwen3_5_moe": EVERY_FOURTH,
+    "nemotron3": {
+        **LAYERS_BY_PATTERN,
+        "hybrid_override_pattern": "MEM*E-",
+        "num_hidden_layers": 6,
+    },
+    "nemotron3_latent": {
+        **LAYERS_BY_PATTERN,
+        "hybrid_override_pattern": "MEM*",
+        "num_hidden_layers": 4,
+    },
     "minimax_m2": {
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",
@@ -299,10 +333,11 @@ def write_model(kind: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
     model.save_pretrained(folder)
     path = folder / "config.json"
     saved = json.loads(path.read_text()) | SAVED_ELSEWHERE.get(kind, {})
-    rope = dict(saved["rope_parameters"])
-    saved["rope_theta"] = rope.pop("rope_theta")
-    if rope["rope_type"] != "default":
-        saved["rope_scaling"] = rope | {"type": rope["rope_type"]}
+    if "rope_parameters" in saved:
+        rope = dict(saved["rope_parameters"])
+        saved["rope_theta"] = rope.pop("rope_theta")
+        if rope["rope_type"] != "default":
+            saved["rope_scaling"] = rope | {"type": rope["rope_type"]}
     path.write_text(json.dumps(saved, indent=2))
     return folder
 

@@ -14,11 +14,12 @@ As in flops.py a product of [m, k] and [k, n] counts 2 m k n. Norms, activations
 interpolation of positions are left out.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from mcore_rl.weights.hf.config import ModelFacts, linear_layers
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.models.tower import PREFIX, merge_size, read_vision_settings
 from mcore_rl.weights.models.value_head import find_stem
 
@@ -48,18 +49,22 @@ class ModelFlops:
         hidden = sizes["hidden"]
         head_out = 1 if facts.has_value_head else sizes["vocab"]
         experts = _count_experts(facts) if facts.has_experts else 0
-        num_moe = sum(facts.moe_layers)
-        num_dense = len(facts.moe_layers) - num_moe
-        num_linear = sum(linear_layers(facts.config))
-        num_softmax = len(facts.moe_layers) - num_linear
-        products = hidden * head_out + num_softmax * _count_attention(facts)
-        products += num_linear * _count_delta_net(facts) if num_linear else 0
-        products += num_moe * experts + num_dense * 3 * hidden * sizes["dense_ffn"]
+        nums = Counter(
+            kind
+            for layer in range(sizes["layers"])
+            for kind in facts.family.list_kinds(facts.config, layer)
+        )
+        products = hidden * head_out + nums["softmax"] * _count_attention(facts)
+        if nums["linear"]:
+            count_linear = _count_mamba if "mamba_in" in sizes else _count_delta_net
+            products += nums["linear"] * count_linear(facts)
+        dense = _count_matrices(facts) * hidden * sizes["dense_ffn"]
+        products += nums["moe"] * experts + nums["dense"] * dense
         kinds = facts.config.get("layer_types") or []
         window = _find_window(facts)
         num_windowed = kinds.count("sliding_attention") if window else 0
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
-        num_full = num_softmax - num_windowed
+        num_full = nums["softmax"] - num_windowed
         return ModelFlops(2.0 * products, num_full * per_layer, num_windowed * per_layer, window)
 
     def count_forward(self, lens_N: Sequence[int]) -> float:
@@ -104,6 +109,23 @@ def _count_delta_net(facts: ModelFacts) -> int:
     return sizes["hidden"] * projections + sizes["delta_qkv"] * sizes["delta_kernel"] + 3 * state
 
 
+def _count_mamba(facts: ModelFacts) -> int:
+    """Return the multiplications per token of a Mamba-2 layer.
+
+    They are those of the projections, of the convolution, and, token by token, of a state with its
+    decay, of a key with a value, and of the state with a query. Kernels multiply more.
+    """
+    sizes = facts.sizes
+    projections = sizes["mamba_in"] + sizes["mamba_inner"]
+    state = sizes["mamba_inner"] * sizes["mamba_state"] // sizes["mamba_groups"]
+    return sizes["hidden"] * projections + sizes["mamba_conv"] * sizes["mamba_kernel"] + 3 * state
+
+
+def _count_matrices(facts: ModelFacts) -> int:
+    """Return the matrices of an MLP: gate, up and down, or two without a gate."""
+    return 3 if facts.family.options(facts.config).get("gated_linear_unit", True) else 2
+
+
 def _count_experts(facts: ModelFacts) -> int:
     """Return the multiplications per token of a layer's router and experts."""
     sizes = facts.sizes
@@ -111,8 +133,10 @@ def _count_experts(facts: ModelFacts) -> int:
     shared = sizes.get("shared_ffn", 0)
     has_gate = facts.family.options(facts.config).get("moe_shared_expert_gate", False)
     gate = hidden if has_gate else 0
-    routed = facts.experts_per_token * sizes["expert_ffn"]
-    return hidden * (sizes["experts"] + 3 * (routed + shared)) + gate
+    routed = facts.experts_per_token * sizes["expert_ffn"] * sizes.get("expert_in", hidden)
+    latent = 2 * hidden * sizes.get("latent", 0)
+    matrices = _count_matrices(facts) * (routed + hidden * shared)
+    return hidden * sizes["experts"] + matrices + gate + latent
 
 
 def _find_window(facts: ModelFacts) -> int | None:

@@ -41,6 +41,8 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "linear_fc1": ROWS,
     "in_proj.weight": ROWS,
     "conv1d.weight": ROWS,
+    "conv1d.bias": ROWS,
+    "mixer.norm": ROWS,
     "out_norm": None,
     "out_proj": COLUMNS,
     "linear_proj": COLUMNS,
@@ -48,7 +50,10 @@ SPLIT_AXIS: Mapping[str, int | None] = {
     "linear_q_down_proj": None,
     "linear_kv_down_proj": None,
     "router": None,
+    "fc1_latent_proj": None,
+    "fc2_latent_proj": None,
     "final_layernorm": None,
+    "final_norm": None,
     "input_layernorm": None,
     "pre_mlp_layernorm": None,
     "q_layernorm": None,
@@ -204,7 +209,7 @@ def _split_axis(rule: Rule) -> int | None:
         return None
     if rule.key.startswith(tower.PREFIX):
         return None
-    if kind in ("A_log", "dt_bias"):
+    if kind in ("A_log", "D", "dt_bias"):
         return ROWS
     for known, axis in SPLIT_AXIS.items():
         if module == known or module.endswith("." + known):

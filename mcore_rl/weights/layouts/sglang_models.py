@@ -200,6 +200,25 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_expert.up_proj": EngineRule("tensor"),
     "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
+    "backbone.embeddings": EngineRule("attention"),
+    "backbone.norm_f": WHOLE,
+    "norm": WHOLE,
+    "mixer": EngineRule("attention"),
+    "mixer.in_proj": EngineRule("attention", sections=True),
+    "mixer.conv1d": EngineRule("attention", sections=True),
+    "mixer.norm": EngineRule("attention"),
+    "mixer.out_proj": EngineRule("attention", COLUMNS),
+    "mixer.q_proj": EngineRule("attention"),
+    "mixer.k_proj": EngineRule("kv_heads"),
+    "mixer.v_proj": EngineRule("kv_heads"),
+    "mixer.o_proj": EngineRule("attention", COLUMNS),
+    "mixer.up_proj": EngineRule("tensor"),
+    "mixer.down_proj": EngineRule("tensor", COLUMNS),
+    "mixer.gate": WHOLE,
+    "mixer.fc1_latent_proj": WHOLE,
+    "mixer.fc2_latent_proj": WHOLE,
+    "mixer.shared_experts.up_proj": EngineRule("tensor"),
+    "mixer.shared_experts.down_proj": EngineRule("tensor", COLUMNS),
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,
 }
@@ -282,6 +301,7 @@ DTYPES = {
     ("Qwen3NextForCausalLM", "linear_attn.A_log"): "float32",
     ("Qwen3_5ForCausalLM", "linear_attn.A_log"): "float32",
     ("Qwen3_5MoeForCausalLM", "linear_attn.A_log"): "float32",
+    ("NemotronHForCausalLM", "mixer.A_log"): "float32",
 }
 """(architecture, HF name within the layer) -> dtype in engines, whatever the model's dtype is."""
 
@@ -313,6 +333,7 @@ WITHOUT_ATTENTION_DP = {
     "OlmoeForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
     "KimiVLForConditionalGeneration",
+    "NemotronHForCausalLM",
 }
 WITHOUT_TIED_HEAD = {
     "Qwen3MoeForCausalLM",
@@ -389,6 +410,7 @@ BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
         "rms_norm_eps": lambda c: 1e-5,
         "num_key_value_heads": lambda c: c["num_attention_heads"],
     },
+    "NemotronHForCausalLM": {"n_groups": lambda c: c.get("mamba_n_groups", 8)},
 }
 """Architecture -> key of config.json -> (config) -> the value that SGLang always computes with."""
 

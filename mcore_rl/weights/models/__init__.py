@@ -10,6 +10,7 @@ from typing import Any
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, KIMI_VL
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
+from mcore_rl.weights.models.nemotron import NEMOTRON_H
 from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mcore_rl.weights.models.qwen_llama_mixtral import (
     LLAMA,
@@ -44,6 +45,7 @@ CAUSAL = (
     QWEN3_NEXT,
     QWEN3_5,
     QWEN3_5_MOE,
+    NEMOTRON_H,
 )
 """The tables of causal language models."""
 

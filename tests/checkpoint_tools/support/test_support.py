@@ -31,17 +31,15 @@ MISTRAL: dict[str, Any] = {
     "rope_theta": 1e6,
     "sliding_window": None,
 }
-NEMOTRON_H: dict[str, Any] = {
-    "architectures": ["NemotronHForCausalLM"],
+HYBRID: dict[str, Any] = {
+    "architectures": ["NoSuchHybridForCausalLM"],
     "vocab_size": 99,
     "hidden_size": 64,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
     "intermediate_size": 96,
-    "hybrid_override_pattern": "M*-E",
-    "mamba_num_heads": 8,
-    "ssm_state_size": 16,
+    "mamba_d_state": 16,
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "moe_latent_size": 32,
@@ -128,7 +126,7 @@ def test_rows_that_are_missing_are_named_with_their_shapes(tmp_path: Path, capsy
 
 
 def test_an_unknown_family_names_what_would_have_to_be_written(tmp_path: Path) -> None:
-    support = find_support(write_config(tmp_path, NEMOTRON_H))
+    support = find_support(write_config(tmp_path, HYBRID))
     assert not support.is_supported
     assert {"Mamba", "experts of a smaller width than the model"} <= support.missing.keys()
     assert "a hybrid model in place of GPTModel" in support.missing["Mamba"]

@@ -60,6 +60,8 @@ LAYOUTS: Mapping[str, list[Layout]] = {
     ],
     "glm5": [{"tp": 2, "pp": 2, "ep": 2}, {"cp": 2, "dp": 2}],
     "qwen3_next": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
+    "nemotron3": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
+    "nemotron3_latent": [{"tp": 4, "ep": 2, "etp": 2}, {"pp": 2, "vpp": 2, "ep": 2}],
     "qwen3_5": [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     "qwen3_5_moe": [{"tp": 4, "ep": 2, "etp": 2}, {"pp": 2, "vpp": 2, "ep": 2}],
 }
