@@ -21,7 +21,7 @@ from mcore_rl.process.network import bind_meetings_to_their_host
 from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.rollout import image_request
+from mcore_rl.rollout import image_request, mamba_decay
 from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED
 from mcore_rl.rollout.image_outputs import choose_output
 from mcore_rl.rollout.image_request import (
@@ -144,6 +144,19 @@ def import_sglang(
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
     return arguments
+
+
+def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
+    """Return what each of the server's schedulers is to call before it begins."""
+    set_ups: list[SetUp] = [keep_output_lasting, follow_output]
+    if shares_prompts:
+        set_ups.append(compute_prompts_once)
+    if server_args.enable_return_routed_experts:
+        set_ups.append(keep_first_experts)
+    architectures = read_config(server_args.model_path).get("architectures") or ()
+    if mamba_decay.ARCHITECTURES & set(architectures):
+        set_ups.append(mamba_decay.keep_logarithms)
+    return set_ups
 
 
 def may_share_prompts(flag: str, has_gpu: bool) -> bool:

@@ -164,6 +164,11 @@ def hf_weights_of(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Tens
 
 BESIDE_TOWER = {"visual.": "model.visual.", "model.": "model.language_model."}
 PREFIXES = {
+    "NemotronHForCausalLM": {
+        "model.embed_tokens.": "backbone.embeddings.",
+        "model.norm.": "backbone.norm_f.",
+        "model.layers.": "backbone.layers.",
+    },
     "Glm4vMoeForConditionalGeneration": BESIDE_TOWER,
     "Qwen3VLForConditionalGeneration": BESIDE_TOWER,
     "Qwen3VLMoeForConditionalGeneration": BESIDE_TOWER,
@@ -181,7 +186,22 @@ MODEL_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
     "output_layer.weight": "lm_head.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
+    "decoder.final_norm.weight": "model.norm.weight",
 }
+HYBRID_LAYER = {
+    "mixer.in_proj.layer_norm_weight": "norm.weight",
+    "self_attention.linear_qkv.layer_norm_weight": "norm.weight",
+    "self_attention.linear_proj.weight": "mixer.o_proj.weight",
+    "mlp.linear_fc1.layer_norm_weight": "norm.weight",
+    "pre_mlp_layernorm.weight": "norm.weight",
+    "mlp.router.weight": "mixer.gate.weight",
+    "mlp.router.expert_bias": "mixer.gate.e_score_correction_bias",
+    "mlp.": "mixer.",
+    "experts.experts.": "experts.",
+    "linear_fc1": "up_proj",
+    "linear_fc2": "down_proj",
+}
+"""Parts of Megatron's keys within a layer of a hybrid model -> those of HF names, in this order."""
 LAYER_NAMES = {
     "input_layernorm.weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -248,7 +268,9 @@ OTHER_NAMES = {
 def _hf_tensors(
     model: Mapping[str, Tensor], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    for key, tensor in _join_delta_nets(model, config).items():
+    is_hybrid = "mamba_num_heads" in config
+    joined = _join_mamba(model) if is_hybrid else _join_delta_nets(model, config)
+    for key, tensor in joined.items():
         if key in MODEL_NAMES:
             yield MODEL_NAMES[key], tensor[: config["vocab_size"]] if "norm" not in key else tensor
             continue
@@ -259,7 +281,8 @@ def _hf_tensors(
         assert match, key
         layers = tensor[None] if match[1] else tensor
         for i, layer in enumerate(layers, start=int(match[1] or 0)):
-            for name, part in _layer_tensors(match[2], layer, config):
+            make = _hybrid_layer_tensors if is_hybrid else _layer_tensors
+            for name, part in make(match[2], layer, config):
                 for usual, other in OTHER_NAMES.get(config["architectures"][0], {}).items():
                     name = name.replace(usual, other)
                 yield f"model.layers.{i}.{name}", part.contiguous()
@@ -288,6 +311,34 @@ def _join_delta_nets(model: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
             tensors |= {"in_proj_b": named["beta"], "in_proj_a": named["alpha"]}
         joined |= {f"{layer}linear_attn.{name}.weight": t for name, t in tensors.items()}
     return joined
+
+
+def _join_mamba(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model with the parts of Mamba-2 layers' tensors joined."""
+    joined = dict(model)
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for key in model:
+        if match := re.fullmatch(r"(.*\.mixer\.(?:in_proj|conv1d)\.\w+)\.(z|x|B|C|dt)", key):
+            parts[match[1]][match[2]] = joined.pop(key)
+    for key, named in parts.items():
+        joined[key] = torch.cat([named[x] for x in ("z", "x", "B", "C", "dt") if x in named])
+    return joined
+
+
+def _hybrid_layer_tensors(
+    key: str, tensor: Tensor, config: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    if key == "self_attention.linear_qkv.weight":
+        for name, part in _layer_tensors(key, tensor, config):
+            yield name.replace("self_attn", "mixer"), part
+        return
+    for usual, other in HYBRID_LAYER.items():
+        key = key.replace(usual, other)
+    if key.startswith("mixer.experts."):
+        for expert, matrix in enumerate(tensor):
+            yield key.replace("experts.", f"experts.{expert}.", 1), matrix
+    else:
+        yield key, tensor
 
 
 def _layer_tensors(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
+from mcore_rl.rollout.mamba_decay import keep_logarithms
 from mcore_rl.weight_sync.receiver import keep_on_calling_thread, list_loaded_parameters
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
@@ -47,6 +48,7 @@ class ProcessGroupStub:
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of ranks checked and the errors found."""
     use_cpu([])
+    keep_logarithms()
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton import layer as moe_layer
 

@@ -16,6 +16,7 @@ from tests.support import (
     sglang_attention_checks,
     sglang_delta_net_checks,
     sglang_kernel_checks,
+    sglang_mamba_checks,
     sglang_native_checks,
     sglang_process_checks,
     sglang_sparse_checks,
@@ -26,6 +27,7 @@ MODULES = (
     sglang_process_checks,
     sglang_kernel_checks,
     sglang_delta_net_checks,
+    sglang_mamba_checks,
     sglang_native_checks,
     sglang_sparse_checks,
 )

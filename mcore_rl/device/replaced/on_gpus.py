@@ -59,6 +59,17 @@ TRAINING: tuple[Patch, ...] = (
         test="tests/train/experts/test_layer.py::test_a_rank_with_all_experts_reads_nothing_back",
     ),
     Patch(
+        "mcore_rl.train.hybrid:_make_experts",
+        (f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.router",),
+        by="in a hybrid model (Nemotron-3), the router by the one of other families",
+        reason="replay of routing and balance losses over trained tokens have no option upstream",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch=_OTHER_MODEL,
+        required="balance losses would count padding, and replay would do nothing",
+        test="tests/train/test_router.py::test_without_given_experts_the_best_are_taken",
+    ),
+    Patch(
         "mcore_rl.train.experts.layer:use_grouped_products",
         (f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.experts",),
         by="the experts by ones whose products are a launch each, by torch's grouped_mm",
@@ -106,7 +117,10 @@ TRAINING: tuple[Patch, ...] = (
     ),
     Patch(
         "mcore_rl.train.model:_make_chunk",
-        (f"{_CORE}.models.gpt.gpt_model.GPTModel.output_layer",),
+        (
+            f"{_CORE}.models.gpt.gpt_model.GPTModel.output_layer",
+            f"{_CORE}.models.hybrid.hybrid_model.HybridModel.output_layer",
+        ),
         by="the output layer of a critic by a head with one value per token",
         reason="megatron-core has no critic",
         scope=Scope.BOTH,
@@ -202,10 +216,28 @@ ENGINES: tuple[Patch, ...] = (
         "::test_tokens_keep_the_keys_that_were_chosen_as_they_were_drawn",
     ),
     Patch(
+        "mcore_rl.rollout.mamba_decay:keep_logarithms",
+        (
+            "sglang.srt.layers.attention.mamba.mamba.composed_weight_loader",
+            "sglang.srt.layers.attention.mamba.mamba.MambaMixer2.__init__",
+            "sglang.srt.layers.attention.mamba.mamba.MambaMixer2.A",
+        ),
+        by="the parameter with the decay of a Mamba-2 layer by one with the decay's logarithm, of"
+        " which the layer computes the decay as it runs",
+        reason="SGLang computes the decay as it loads, so that the parameter is not what a trainer"
+        " rank holds and sends",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch=_OTHER_MODEL,
+        required="a weight sync would put logarithms where SGLang reads decays",
+        test="tests/scenarios/rollout/test_sglang_layouts.py"
+        "::test_every_rank_loads_what_the_rule_says",
+    ),
+    Patch(
         "mcore_rl.rollout.scheduler_setup:set_schedulers_up",
         ("sglang.srt.entrypoints.http_server.launch_server",),
         by="the function that starts SGLang's server by the same with another scheduler process",
-        reason="the three above are to be applied in processes that SGLang spawns, whose output is"
+        reason="the ones above are to be applied in processes that SGLang spawns, whose output is"
         " to follow its file when that is rotated",
         scope=Scope.BOTH,
         runs=Times.APART,

@@ -204,7 +204,10 @@ PATCHES: tuple[Patch, ...] = (
     _patch(
         "experts",
         "group_experts",
-        (f"{_SRT}.layers.moe.fused_moe_native.moe_forward_native",),
+        (
+            f"{_SRT}.layers.moe.fused_moe_native.moe_forward_native",
+            f"{_SRT}.layers.moe.token_dispatcher.standard._keeps_global_expert_ids",
+        ),
         "the native expert layer by two grouped products of its own rank's experts",
         "five calls per expert; other ranks' experts are marked -1, which SGLang uses as an index",
         "fused expert kernels",
@@ -263,6 +266,24 @@ PATCHES: tuple[Patch, ...] = (
         " `import_models_when_asked` applies it with the model",
         "SGLang has no CPU path",
         "the triton kernels",
+    ),
+    _patch(
+        "mamba2",
+        "scan_in_torch",
+        (
+            *(
+                f"{_SRT}.layers.attention.mamba.mamba.{name}"
+                for name in (
+                    *("causal_conv1d_fn_triton", "causal_conv1d_update_triton"),
+                    *("mamba_chunk_scan_combined", "selective_state_update"),
+                )
+            ),
+            f"{_SRT}.models.nemotron_h.NemotronHMoE._forward_core_normal",
+        ),
+        "the kernels of Mamba-2 layers and the product of Nemotron-H's router by torch;"
+        " `import_models_when_asked` applies it with the model",
+        "SGLang has no CPU path; torch's product of another dtype is for GPUs",
+        "triton kernels",
     ),
     Patch(
         "import_standin:",

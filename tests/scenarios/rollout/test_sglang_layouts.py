@@ -42,6 +42,9 @@ CASES = [
     ("qwen2", {}, {"tp": 4, "pp": 2}),
     ("llama", {}, {"tp": 2, "pp": 2}),
     ("llama", TIED, {"tp": 4}),
+    ("nemotron3", {}, {"tp": 4, "ep": 2}),
+    ("nemotron3", {}, {"tp": 2, "pp": 2, "ep": 2}),
+    ("nemotron3_latent", {}, {"tp": 2}),
 ]
 """(family, changes to its config.json, sizes of an engine)"""
 HEAD, DENSE, DEEPEP = (
@@ -70,6 +73,7 @@ BFLOAT16 = [
     ("glm4_moe", {}, {"tp": 2}),
     ("minimax_m2", {}, {"tp": 2}),
     ("gpt_oss", {"dtype": "bfloat16"}, {}),
+    ("nemotron3", {}, {"tp": 2}),
 ]
 """Families with tensors that have a dtype of their own."""
 JOINED = [("deepseek_v32", {}, {}), ("glm5", {}, {"tp": 2, "ep": 2})]

@@ -4,24 +4,29 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear, silu
+from torch.nn.functional import grouped_mm, linear, relu, silu
 
 _ALIGNMENT = 16
 """Bytes; torch's grouped product takes rows of whole multiples of it."""
+ACTIVATIONS = ("silu", "relu2")
+"""The gated one of most families, and the one of Nemotron-H, which has no gate."""
 
 
 def group_experts() -> None:
     """Compute all experts of a layer in two grouped products, and leave other ranks' experts out.
 
     SGLang's native forward calls five functions for each expert, and cannot run with --ep-size > 1:
-    its dispatcher marks other ranks' experts with id -1, which the forward uses as an index.
+    its dispatcher marks other ranks' experts with id -1, which the forward uses as an index. For
+    Nemotron-H SGLang chooses kernels that take the ids of all ranks' experts, which there are none
+    of here.
     """
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.token_dispatcher import standard
 
     forward_all = fused_moe_native.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Tensor, topk_output: Any, config: Any) -> Tensor:
-        if config.activation != "silu" or config.apply_router_weight_on_input:
+        if config.activation not in ACTIVATIONS or config.apply_router_weight_on_input:
             return forward_all(layer, x, topk_output, config)
         weights_TK, ids_TK, _ = topk_output
         ids_N = ids_TK.flatten()
@@ -37,6 +42,7 @@ def group_experts() -> None:
         return out.to(x.dtype)
 
     fused_moe_native.moe_forward_native = moe_forward_native
+    standard._keeps_global_expert_ids = lambda backend: False
 
 
 def _product(x_NH: Tensor, layer: Any, name: str, counts: list[int]) -> Tensor:
@@ -57,6 +63,8 @@ def _product(x_NH: Tensor, layer: Any, name: str, counts: list[int]) -> Tensor:
 
 
 def _activate(gate_up: Tensor, config: Any) -> Tensor:
+    if config.activation == "relu2":
+        return relu(gate_up).square()
     if config.gemm1_alpha is None:
         gate, up = gate_up.chunk(2, -1)
         return silu(gate) * up

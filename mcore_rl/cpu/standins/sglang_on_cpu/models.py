@@ -1,4 +1,4 @@
-"""Imports only the model class that an engine serves, and patches that of MiniMax-M2."""
+"""Imports only the model class that an engine serves, and patches two of these classes."""
 
 from importlib import import_module
 from types import ModuleType
@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sglang_on_cpu.mamba2 import scan_in_torch
 
 MODULES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
@@ -19,6 +21,7 @@ MODULES = {
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
     "MixtralForCausalLM": "mixtral",
+    "NemotronHForCausalLM": "nemotron_h",
     "OlmoeForCausalLM": "olmoe",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -86,6 +89,8 @@ def _import_class(architecture: str) -> type:
     module = import_module(f"sglang.srt.models.{MODULES[architecture]}")
     if architecture == "MiniMaxM2ForCausalLM":
         normalize_projections(module)
+    if architecture == "NemotronHForCausalLM":
+        scan_in_torch(module)
     return next(entry for entry in _entries(module) if entry.__name__ == architecture)
 
 
