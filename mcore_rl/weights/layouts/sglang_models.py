@@ -22,6 +22,7 @@ from typing import Any
 from mcore_rl.config import RolloutConfig
 from mcore_rl.weights.hf.config import read_named_dtype
 from mcore_rl.weights.layouts.layout import COLUMNS, ROWS, WHOLE, EngineRule
+from mcore_rl.weights.layouts.sglang_mamba import MAMBA, MODULES, find_mamba_problems
 from mcore_rl.weights.layouts.tensors import Entry, cut_evenly, cut_padded
 from mcore_rl.weights.models import family_of, tower
 from mcore_rl.weights.models.settings import is_sparse_layer
@@ -200,25 +201,7 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_expert.up_proj": EngineRule("tensor"),
     "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
-    "backbone.embeddings": EngineRule("attention"),
-    "backbone.norm_f": WHOLE,
-    "norm": WHOLE,
-    "mixer": EngineRule("attention"),
-    "mixer.in_proj": EngineRule("attention", sections=True),
-    "mixer.conv1d": EngineRule("attention", sections=True),
-    "mixer.norm": EngineRule("attention"),
-    "mixer.out_proj": EngineRule("attention", COLUMNS),
-    "mixer.q_proj": EngineRule("attention"),
-    "mixer.k_proj": EngineRule("kv_heads"),
-    "mixer.v_proj": EngineRule("kv_heads"),
-    "mixer.o_proj": EngineRule("attention", COLUMNS),
-    "mixer.up_proj": EngineRule("tensor"),
-    "mixer.down_proj": EngineRule("tensor", COLUMNS),
-    "mixer.gate": WHOLE,
-    "mixer.fc1_latent_proj": WHOLE,
-    "mixer.fc2_latent_proj": WHOLE,
-    "mixer.shared_experts.up_proj": EngineRule("tensor"),
-    "mixer.shared_experts.down_proj": EngineRule("tensor", COLUMNS),
+    **MODULES,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,
 }
@@ -410,7 +393,6 @@ BUILT_IN: Mapping[str, Mapping[str, Callable[[HfConfig], Any]]] = {
         "rms_norm_eps": lambda c: 1e-5,
         "num_key_value_heads": lambda c: c["num_attention_heads"],
     },
-    "NemotronHForCausalLM": {"n_groups": lambda c: c.get("mamba_n_groups", 8)},
 }
 """Architecture -> key of config.json -> (config) -> the value that SGLang always computes with."""
 
@@ -479,6 +461,8 @@ def _find_size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tup
     if tied and sizes.pp > 1 and architecture in WITHOUT_TIED_HEAD_IN_STAGES:
         yield f"tie_word_embeddings = true and pp = {sizes.pp}", "lacks a head"
     yield from find_tower_problems(hf_config, architecture, family.sizes(hf_config), sizes.pp)
+    if architecture in MAMBA:
+        yield from find_mamba_problems(hf_config, family.sizes(hf_config), sizes.tp // sizes.dp)
 
 
 def _find_setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:

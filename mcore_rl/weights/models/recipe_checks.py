@@ -64,6 +64,11 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
+    if "mamba_heads" in sizes:
+        option = f"{name}.tp * {name}.cp"
+        heads, groups = sizes["mamba_heads"], sizes["mamba_groups"]
+        sized.append((option, parallel.tp * parallel.cp, "mamba_num_heads", heads))
+        sized.append((f"{name}.tp", parallel.tp, "n_groups", groups))
     if "delta_key_heads" in sizes:  # context parallelism deals their heads out
         option = f"{name}.tp * {name}.cp"
         heads = sizes["delta_key_heads"]
@@ -104,6 +109,7 @@ def check_sharing(config: HfConfig, parallel: ParallelConfig, name: str = "paral
         "multi_latent_attention": "latent attention",
         "mrope_section": "images",
         "experimental_attention_variant": "linear attention",
+        "is_hybrid_model": "Mamba-2 layers",
     }
     for option, kind in kinds.items():
         if options.get(option):
