@@ -252,21 +252,23 @@ def extra_state_keys(hf_config: HfConfig) -> list[str]:
     They are empty except in 8-bit training.
     """
     family = family_of(hf_config)
-    of_module = r"\.(linear_\w+|out_proj)\.weight$"
+    of_module = r"\.(linear_\w+|out_proj|fc[12]_latent_proj)\.weight$"
     modules = [rule for rule in family.rules if re.search(of_module, rule.key)]
     # Neither has a tensor of its own under its name: attention has none, in_proj one for each part.
     attention = "decoder.layers.self_attention."
+    sizes = family.sizes(hf_config)
+    linear = "decoder.layers.mixer." if "mamba_in" in sizes else attention
     modules.append(Rule(f"{attention}core_attention.weight", (), "softmax"))
-    modules.append(Rule(f"{attention}in_proj.weight", (), "linear"))
-    num_experts = family.sizes(hf_config)["experts"]
+    modules.append(Rule(f"{linear}in_proj.weight", (), "linear"))
+    num_experts = sizes["experts"]
     keys: list[str] = []
     for rule in modules:
         for key, num_layers in _keys(rule, hf_config):
-            sizes = [num_layers] if num_layers else []
+            stacked = [num_layers] if num_layers else []
             if rule.tensors and rule.has_expert_axis and num_experts:
-                sizes.append(num_experts)
-            shape = ".".join(map(str, sizes)) or "1"
-            for position in product(*map(range, sizes)):
+                stacked.append(num_experts)
+            shape = ".".join(map(str, stacked)) or "1"
+            for position in product(*map(range, stacked)):
                 place = ".".join(map(str, position)) or "0"
                 keys.append(f"{key.removesuffix('weight')}_extra_state/shard_{place}_{shape}")
     return keys
