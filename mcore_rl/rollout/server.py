@@ -126,6 +126,9 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
+    architectures = read_config(server_args.model_path).get("architectures") or ()
+    if mamba_decay.ARCHITECTURES & set(architectures):
+        set_ups.append(mamba_decay.keep_logarithms)
     return set_ups
 
 
@@ -144,19 +147,6 @@ def import_sglang(
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
     return arguments
-
-
-def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
-    """Return what each of the server's schedulers is to call before it begins."""
-    set_ups: list[SetUp] = [keep_output_lasting, follow_output]
-    if shares_prompts:
-        set_ups.append(compute_prompts_once)
-    if server_args.enable_return_routed_experts:
-        set_ups.append(keep_first_experts)
-    architectures = read_config(server_args.model_path).get("architectures") or ()
-    if mamba_decay.ARCHITECTURES & set(architectures):
-        set_ups.append(mamba_decay.keep_logarithms)
-    return set_ups
 
 
 def may_share_prompts(flag: str, has_gpu: bool) -> bool:

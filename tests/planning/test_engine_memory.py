@@ -81,6 +81,17 @@ def test_a_quarter_of_qwen3_next_has_a_cache_and_the_rest_states_of_requests(
     assert uses["linear attention"] == num_states * 36 * QWEN3_NEXT_STATE
 
 
+def test_six_layers_of_nemotron_have_a_cache_and_23_states() -> None:
+    settings = ["rollout.max_concurrency=10"]
+    (uses,) = predict_engine(
+        PlannedRun.make(load_recipe("nemotron3_nano_30b_a3b_grpo_8", settings))
+    )
+    inputs = (64 * 64 + 2 * 8 * 128) * 3 * 2
+    state = (inputs + 64 * 64 * 128 * 4) // 4
+    assert uses["KV cache"] == 1_000_000 * 6 * 2 * 128 * 2  # two heads, and four ranks with one
+    assert uses["linear attention"] == (5 * 10 + 1) * 23 * state
+
+
 def test_groups_of_data_parallel_attention_share_the_states() -> None:
     settings = ["rollout.max_concurrency=10", "rollout.attention_dp=2"]
     (uses,) = predict_engine(PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", settings)))
