@@ -34,6 +34,7 @@ ENGINES = {
     "qwen3_next": EXPERT_PARALLEL,
     "deepseek_v32": {**EXPERT_PARALLEL, "attention_dp": 2},
     "glm5": {},
+    "nemotron3": EXPERT_PARALLEL,
 }
 """Kind of model -> the ranks of its engine."""
 MOST_OTHER_KEYS = 1e-3

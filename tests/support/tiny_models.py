@@ -231,7 +231,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", {**DELTA_NET, **SHARED_EXPERT, "norm_topk_prob": True}),
     "qwen3_5": ("Qwen3_5TextConfig", DELTA_NET),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**DELTA_NET, **SHARED_EXPERT}),
-    "nemotron3": ("NemotronHConfig", {**MAMBA, "hybrid_override_pattern": "MEM*E-"}),
+    "nemotron3": ("NemotronHConfig", {**MAMBA, "hybrid_override_pattern": "MEM*E-ME"}),
     "nemotron3_latent": (
         "NemotronHConfig",
         {**MAMBA, "hybrid_override_pattern": "MEM*", "moe_latent_size": 40},
@@ -296,8 +296,8 @@ SAVED_ELSEWHERE: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": EVERY_FOURTH,
     "nemotron3": {
         **LAYERS_BY_PATTERN,
-        "hybrid_override_pattern": "MEM*E-",
-        "num_hidden_layers": 6,
+        "hybrid_override_pattern": "MEM*E-ME",
+        "num_hidden_layers": 8,
     },
     "nemotron3_latent": {
         **LAYERS_BY_PATTERN,

@@ -81,17 +81,18 @@ IN_EVERY_LAYOUT: dict[str, list[Engine]] = {
     "deepseek_v3": [ONE_RANK, UNEVEN],
 }
 DELTA_NETS = ("qwen3_next", "qwen3_5_moe")
-MAMBA = ("nemotron3", "nemotron3_latent")
 PIPELINE: Layout = {"pp": 2}
 DATA_PARALLEL: Layout = {"tp": 2, "ep": 2, "attention_dp": 2}
 SLOW: dict[str, list[Engine]] = {
     "qwen3_moe": [(PIPELINE, "recorded"), (DATA_PARALLEL, "recorded")],
     "deepseek_v3": [(PIPELINE, "recorded"), (DATA_PARALLEL, "listed")],
-    **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2", *DELTA_NETS, *MAMBA)},
+    **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2", *DELTA_NETS)},
     **{kind: [UNEVEN] for kind in ("deepseek_v2", "glm4_moe", "moonlight", "kimi_k2", "glm5")},
     "deepseek_v32": [UNEVEN, (DATA_PARALLEL, "listed")],
     **{kind: [DENSE] for kind in ("qwen2", "llama", "qwen3_5")},
     "gpt_oss": [({"tp": 2}, "recorded")],
+    "nemotron3": [UNEVEN, (PIPELINE, "recorded")],
+    "nemotron3_latent": [CUT],
 }
 """Engines of several ranks. OLMoE is missing, because its engines have one."""
 
