@@ -79,6 +79,11 @@ TINY: Mapping[str, Any] = {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 16,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_latent_size": 32,
 }
 """Replacements for sizes in config.json; keys that the model lacks are not added."""
 
@@ -290,7 +295,10 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
 
 
 def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return config.json of a tiny model of this family: `num_layers` layers, at most one dense."""
+    """Return config.json of a tiny model of this family: `num_layers` layers, at most one dense.
+
+    A hybrid model has as many layers of each of its kinds.
+    """
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {
         "vocab_size": len(vocabulary()),
@@ -311,6 +319,10 @@ def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]
         tiny["layer_types"] = kinds[:num_layers]
     for key in ("mlp_layer_types", "indexer_types"):  # which follow from other keys
         tiny.pop(key, None)
+    if hf_config.get("hybrid_override_pattern"):
+        pattern = "".join(dict.fromkeys(hf_config["hybrid_override_pattern"])) * num_layers
+        tiny |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+        tiny.pop("layers_block_type", None)
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
