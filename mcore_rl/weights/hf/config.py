@@ -62,6 +62,7 @@ def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     config = with_text_settings(parse_hf_config(hf_dir))
     if is_int4(config):
         config = drop_quantization(config)
+    config = family_of(config).complete(config)
     refuse_unsupported(config, Path(hf_dir) / "config.json")
     return config
 

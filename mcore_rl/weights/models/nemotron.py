@@ -86,6 +86,13 @@ def read_pattern(config: HfConfig) -> str:
     return "".join(LETTERS[kind] for kind in kinds)
 
 
+def add_num_layers(config: HfConfig) -> dict[str, Any]:
+    """Return config.json with num_hidden_layers, which transformers 5 leaves out."""
+    if config.get("num_hidden_layers") is not None:
+        return dict(config)
+    return {**config, "num_hidden_layers": len(read_pattern(config))}
+
+
 def list_kinds(config: HfConfig, layer: int) -> frozenset[str]:
     return frozenset((KINDS[read_pattern(config)[layer]],))
 
@@ -105,7 +112,7 @@ def read_sizes(config: HfConfig) -> dict[str, int]:
     groups = need(config, "mamba_n_groups", "n_groups")
     state = groups * need(config, "ssm_state_size")
     sizes = {
-        **read_base_sizes({"intermediate_size": 0, **config}),
+        **read_base_sizes(add_num_layers(config)),
         **read_grouped_query_sizes(config),
         "mamba_heads": heads,
         "mamba_groups": groups,
@@ -133,7 +140,7 @@ def read_sizes(config: HfConfig) -> dict[str, int]:
 
 def make_options(config: HfConfig) -> dict[str, Any]:
     sizes = read_sizes(config)
-    named = {"intermediate_size": sizes["expert_ffn"], **config}
+    named = add_num_layers(config)
     named["rms_norm_eps"] = need(config, "layer_norm_epsilon", "norm_eps")
     options = {
         **make_base_options(named),
@@ -170,7 +177,7 @@ def find_refusal(config: HfConfig) -> str:
     kinds = config.get("layers_block_type") or config.get("layer_types")
     if kinds and pattern != read_pattern({"layers_block_type": kinds}):
         return f"layers_block_type is not what hybrid_override_pattern={pattern} says"
-    num_layers = need(config, "num_hidden_layers")
+    num_layers = add_num_layers(config)["num_hidden_layers"]
     if len(pattern) != num_layers:
         return f"its pattern has {len(pattern)} layers, and num_hidden_layers={num_layers}"
     heads = need(config, "mamba_num_heads")
@@ -307,6 +314,7 @@ NEMOTRON_H = Family(
     carried=lambda config: r"mtp\..*",
     is_linear=is_mamba_layer,
     kinds=list_kinds,
+    complete=add_num_layers,
     explicit=("num_key_value_heads", "head_dim"),
     tied={},
 )

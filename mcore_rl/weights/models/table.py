@@ -180,6 +180,7 @@ class Family:
                    of being halves
     explicit       keys that config.json has to have: without one, transformers takes a default of
                    the family's own
+    complete       (config) -> config.json with keys that follow from others and may be missing
     tied           HF tensors that a model with tied embeddings leaves out -> those used instead
     """
 
@@ -194,6 +195,7 @@ class Family:
     carried: Callable[[HfConfig], str] = lambda config: ""
     is_linear: Callable[[HfConfig, int], bool] = lambda config, layer: False
     kinds: Callable[[HfConfig, int], frozenset[str]] | None = None
+    complete: Callable[[HfConfig], dict[str, Any]] = dict
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
     alternating: bool = False
     explicit: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ CASES = [
     ("qwen2", {}, {"tp": 4, "pp": 2}),
     ("llama", {}, {"tp": 2, "pp": 2}),
     ("llama", TIED, {"tp": 4}),
-    ("nemotron3", {}, {"tp": 4, "ep": 2}),
+    ("nemotron3", {}, {"tp": 4, "ep": 4}),
     ("nemotron3", {}, {"tp": 2, "pp": 2, "ep": 2}),
     ("nemotron3_latent", {}, {"tp": 2}),
 ]
