@@ -62,10 +62,17 @@ class SimulateConfig(Options, group="simulate"):
     none fails. One with ranks ends the run, unless a spare machine takes its place."""
     spare_nodes: int = bounded(0, ge=0)
     """Machines more than the recipe needs, to which ranks of lost ones move (run.recovery)."""
-    recovery_s: float = bounded(90.0, gt=0)
-    """Seconds until ranks that replace lost ones have their state from memory (run.recovery)."""
+    notice_s: float = bounded(10.0, ge=0)
+    """Seconds until a lost rank is noticed. One that dies shows at once, one that is stopped after
+    a quarter of run.call_timeout_s, at most 30 s."""
+    replace_s: float = bounded(60.0, gt=0)
+    """Seconds in which processes take the place of lost ranks and build the model; to read their
+    state from memory takes what its bytes take, besides (run.recovery)."""
     restart_s: float = bounded(300.0, gt=0)
-    """Seconds until a run that ended for a lost rank trains again, from its newest checkpoint."""
+    """Seconds in which a job that ended for a lost rank is queued again and its processes start; to
+    read the newest checkpoint takes what its bytes take, besides."""
+    storage_gbps: float = bounded(40.0, gt=0)
+    """Speed at which a machine reads and writes checkpoints, 10**9 bits per second."""
     engine_restart_s: float = bounded(180.0, gt=0)
     """Seconds until the server of a lost engine runs again."""
     slow_share: float = bounded(0.0, ge=0, le=1)

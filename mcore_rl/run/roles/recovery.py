@@ -31,6 +31,11 @@ BACKOFF_S = 2.0
 MAX_BACKOFF_S = 60.0
 
 
+def backoff_s(num_recent: int) -> float:
+    """Return the seconds to wait before the last of `num_recent` recoveries within an hour."""
+    return 0.0 if num_recent < 2 else min(BACKOFF_S * 2 ** (num_recent - 2), MAX_BACKOFF_S)
+
+
 class KeptModel(Protocol):
     """The ranks of trainer or critic; see cluster.model_groups.ModelGroup."""
 
@@ -151,7 +156,7 @@ class RankRecovery:
             began_s = now_s()
             reasons = "; ".join(dict.fromkeys(str(loss) for loss in lost.values()))
             _tell(f"replacing the ranks of {' and '.join(sorted(lost))}: {reasons}")
-            time.sleep(self._wait_s())
+            time.sleep(backoff_s(self._budget.num_recent))
             try:
                 step = self._go_back(lost)
             except NoRoomError as no_room:
@@ -170,10 +175,6 @@ class RankRecovery:
         """Return, by role, why the ranks of a model are lost."""
         losses = {model.role: model.find_loss(GRACE_S) for model in self._of.models}
         return {role: loss for role, loss in losses.items() if loss is not None}
-
-    def _wait_s(self) -> float:
-        num_before = self._budget.num_recent - 1
-        return 0.0 if num_before < 1 else min(BACKOFF_S * 2 ** (num_before - 1), MAX_BACKOFF_S)
 
     def _go_back(self, lost: Mapping[str, RankLostError]) -> int:
         """Replace the ranks of the models `lost`; return the step that all ranks are back at.

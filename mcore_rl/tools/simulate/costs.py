@@ -324,6 +324,16 @@ class TrainCosts:
         """Return the seconds to move bytes between GPU and host memory."""
         return num_bytes / self.gpu.host_link
 
+    @property
+    def saved_bytes(self) -> float:
+        """Bytes of a checkpoint that the fullest rank writes."""
+        return self.state.weights + self.state.optimizer
+
+    @property
+    def save_s(self) -> float:
+        """Seconds of a copy to host memory; what writes it works beside the steps."""
+        return self.offload_s(self.saved_bytes)
+
     def _find_recomputed_share(self) -> float:
         parts = self.train.recomputed
         return min(sum(RECOMPUTED.get(part, 0.0) for part in parts), 1.0)

@@ -18,7 +18,9 @@ from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.run.roles.recovery import backoff_s
 from mcore_rl.tools.simulate.engine import SimulatedCollector, SimulatedEngine
+from mcore_rl.tools.simulate.recovery_costs import RecoveryCosts
 from mcore_rl.tools.simulate.virtual_time import (
     Machine,
     VirtualLoop,
@@ -235,10 +237,12 @@ class Failures:
         num_trainer_gpus: int,
         draw: random.Random,
         most_recoveries: int = 0,
+        engine_losses_s: Sequence[float] = (),
     ) -> None:
         """`collectors` are those of nodes by name.
 
         most_recoveries   of lost ranks within an hour; 0: the first loss ends the run
+        engine_losses_s   seconds from now at which one engine after the other is lost, besides
         """
         self._most_recoveries = most_recoveries
         self._num_trainer_gpus = num_trainer_gpus
@@ -262,15 +266,20 @@ class Failures:
         self.lost: asyncio.Future[None] = loop.create_future()
         """Raises RunLostError once the run cannot go on."""
         self._mtbf_s = simulate.mtbf_hours * 3600
+        self._arm(simulate.node_mtbf_hours * 3600, engine_losses_s)
+
+    def _arm(self, node_mtbf_s: float, engine_losses_s: Sequence[float]) -> None:
+        """Set the times of the first failures of each kind."""
         if self._mtbf_s:
-            if num_trainer_gpus:
-                self._later(self._next_s(num_trainer_gpus), self._lose_trainer)
-            for url in engines:
+            if self._num_trainer_gpus:
+                self._later(self._next_s(self._num_trainer_gpus), self._lose_trainer)
+            for url in self._engines:
                 self._arm_engine(url)
-        node_mtbf_s = simulate.node_mtbf_hours * 3600
+        for k, seconds in enumerate(engine_losses_s):
+            self._later(seconds, self._lose_engine, list(self._engines)[k % len(self._engines)])
         if node_mtbf_s:
-            for node in sorted(placement.nodes):
-                self._later(draw.expovariate(1 / node_mtbf_s), self.lose_node, node)
+            for node in sorted(self._placement.nodes):
+                self._later(self._draw.expovariate(1 / node_mtbf_s), self.lose_node, node)
 
     def end(self) -> None:
         for timer in self._timers:
@@ -299,6 +308,11 @@ class Failures:
             self._recoveries.take(self._most_recoveries)
             self.ranks_lost.set_exception(RanksLostError(why))
             self.ranks_lost.exception()  # asyncio wants it read, and it may come between works
+
+    @property
+    def num_recent_recoveries(self) -> int:
+        """Recoveries within an hour, with that of ranks that are lost now."""
+        return self._recoveries.num_recent
 
     def replace_ranks(self) -> None:
         """Note that others have taken the place of lost ranks."""
@@ -352,17 +366,14 @@ class Failures:
             return
         self._engines[url].restart()
         self._health.note([replace(self._state(url), healthy=True)])
-        self._arm_engine(url)
+        if self._mtbf_s:
+            self._arm_engine(url)
 
     def _state(self, url: str) -> EngineState:
         return next(state for state in self._health.states if state.url == url)
 
 
 T = TypeVar("T")
-COPY_BYTES_S = 25e9
-"""Speed at which a rank copies its state to pinned host memory behind PCIe 5.0."""
-DIGEST_BYTES_S = 30e9
-"""Speed of xxh3 on several cores."""
 
 
 class SimulatedRecovery:
@@ -372,15 +383,13 @@ class SimulatedRecovery:
         self,
         clock: VirtualTime,
         failures: Failures,
-        recovery_s: float,
-        kept_bytes: float,
+        costs: RecoveryCosts,
         forget_links: Callable[[], None],
     ) -> None:
-        """`recovery_s`: until new ranks have the state; `kept_bytes`: the largest rank's state."""
         self._clock = clock
         self._failures = failures
-        self._recovery_s = recovery_s
-        self._keep_s = kept_bytes / COPY_BYTES_S + kept_bytes / DIGEST_BYTES_S
+        self._recovery_s = costs.recovery_s
+        self._keep_s = costs.keep_s
         self._forget_links = forget_links
 
     def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
@@ -409,6 +418,7 @@ class SimulatedRecovery:
         self.repeat(work)
 
     def _recover(self) -> None:
-        self._clock.spend("recovery", lambda: self._recovery_s)
+        seconds = self._recovery_s + backoff_s(self._failures.num_recent_recoveries)
+        self._clock.spend("recovery", lambda: seconds)
         self._forget_links()
         self._failures.replace_ranks()

@@ -57,9 +57,7 @@ class SimulatedRanks:
     def save(self, folder: str, extra: dict[str, Any]) -> None:
         """Take the seconds of a copy to host memory; what writes it works beside the steps."""
         del folder
-        state = self._costs.state
-        num_bytes = state.weights + state.optimizer
-        self._spend(f"{self._role} save", lambda: self._costs.offload_s(num_bytes))
+        self._spend(f"{self._role} save", lambda: self._costs.save_s)
         self.saved = dict(extra)
 
     def finish_save(self) -> None:

@@ -28,8 +28,6 @@ from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import NO_RECOVERY, Critic, Recovery, Roles, in_turn
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.bundles import RunSize
-from mcore_rl.planning.kept_state import predict_kept_states
-from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -58,6 +56,7 @@ from mcore_rl.tools.simulate.ranks import (
     SimulatedRanks,
     link_seconds_of,
 )
+from mcore_rl.tools.simulate.recovery_costs import RecoveryCosts
 from mcore_rl.tools.simulate.virtual_time import VirtualTime, context_of
 from mcore_rl.tools.simulate.workload import Workload
 from mcore_rl.types import Prompt, StoredBatch, StoredColumn, StoredSample, WeightVersion
@@ -137,7 +136,9 @@ class SimulatedRun:
         draw: random.Random,
         start_step: int,
         folder: RunFolder,
+        engine_losses_s: Sequence[float] = (),
     ) -> None:
+        """`engine_losses_s`: seconds from the start at which engines are lost, besides failures."""
         self._config = config
         self._costs = costs
         self._clock = clock
@@ -157,20 +158,7 @@ class SimulatedRun:
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
-        homes = (nodes[0] for nodes in self._placement.engine_nodes)
-        by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
-        self.failures = Failures(
-            clock.loop,
-            config.rollout,
-            config.simulate,
-            self.engines,
-            self._health,
-            self._placement,
-            dict(by_node),
-            size.trainer_gpus,
-            draw,
-            config.run.recovery.restarts if config.run.recovery.is_used else 0,
-        )
+        self.failures = self._make_failures(size.trainer_gpus, draw, engine_losses_s)
         clock.lost = self.failures.lost
         self._on_trainer = partial(clock.spend, on=self._placement.trainer)
         self.trainer = SimulatedRanks("trainer", costs.trainer, self._on_trainer)
@@ -231,14 +219,8 @@ class SimulatedRun:
         recovery = self._config.run.recovery
         if not recovery.is_used:
             return NO_RECOVERY
-        kept = predict_kept_states(PlannedRun.make(self._config), recovery)
-        return SimulatedRecovery(
-            self._clock,
-            self.failures,
-            self._config.simulate.recovery_s,
-            max(state.rank_bytes for state in kept),
-            weights.forget_links,
-        )
+        costs = RecoveryCosts.predict(self._config, self._costs)
+        return SimulatedRecovery(self._clock, self.failures, costs, weights.forget_links)
 
     def make_generator(self, weights: EngineSync) -> EngineGenerator:
         """Return what draws samples, those of evaluations by their own options."""
@@ -271,6 +253,26 @@ class SimulatedRun:
                 self._clock.loop, url, speed, version, self._placement.engines[k]
             )
         return engines
+
+    def _make_failures(
+        self, num_trainer_gpus: int, draw: random.Random, engine_losses_s: Sequence[float]
+    ) -> Failures:
+        config = self._config
+        homes = (nodes[0] for nodes in self._placement.engine_nodes)
+        by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
+        return Failures(
+            self._clock.loop,
+            config.rollout,
+            config.simulate,
+            self.engines,
+            self._health,
+            self._placement,
+            dict(by_node),
+            num_trainer_gpus,
+            draw,
+            config.run.recovery.restarts if config.run.recovery.is_used else 0,
+            engine_losses_s,
+        )
 
     def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
         """Return a collector for the engines of each node, and their pool."""

@@ -8,7 +8,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.disk import write_whole
 from mcore_rl.tools.simulate.costs import RecipeCosts
 from mcore_rl.tools.simulate.placement import RunLostError
+from mcore_rl.tools.simulate.recovery_costs import CheckpointCosts
 from mcore_rl.tools.simulate.run import SimulatedRun, StepLog
 from mcore_rl.tools.simulate.virtual_time import CONTROLLER, VirtualLoop, VirtualTime
 from mcore_rl.tools.simulate.workload import SimulatedPrompts, prompt_len_of
@@ -181,8 +182,13 @@ class SimulationResult:
     timeline: Timeline
 
 
-def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
-    """Run simulate.steps steps. Raises RuntimeError if the run is lost too often to end."""
+def simulate(
+    config: Config, costs: RecipeCosts, engine_losses_s: Sequence[float] = ()
+) -> SimulationResult:
+    """Run simulate.steps steps. Raises RuntimeError if the run is lost too often to end.
+
+    engine_losses_s   seconds from each start at which engines are lost, besides drawn failures
+    """
     began = time.perf_counter()
     loop = VirtualLoop()
     clock = VirtualTime(loop)
@@ -198,9 +204,14 @@ def simulate(config: Config, costs: RecipeCosts) -> SimulationResult:
         with replace_clock(loop.time), tempfile.TemporaryDirectory() as folder:
 
             def start(step: int) -> SimulatedRun:
-                return SimulatedRun(config, costs, clock, draw, step, RunFolder(folder))
+                run_folder = RunFolder(folder)
+                return SimulatedRun(
+                    *(config, costs, clock, draw, step, run_folder, engine_losses_s)
+                )
 
-            stream = _run_to_end(start, make_stream, config.simulate, loop, log, totals, timeline)
+            load_s = CheckpointCosts.predict(config, costs).load_s
+            again = config.simulate, load_s
+            stream = _run_to_end(start, make_stream, *again, loop, log, totals, timeline)
     finally:
         loop.close()
     wall_s = time.perf_counter() - began
@@ -222,12 +233,16 @@ def _run_to_end(
     start: Callable[[int], SimulatedRun],
     make_stream: Callable[[], ShuffledStream[Prompt]],
     simulated: SimulateConfig,
+    load_s: float,
     loop: VirtualLoop,
     log: StepLog,
     totals: _Totals,
     timeline: Timeline,
 ) -> ShuffledStream[Prompt]:
-    """Start the run again after each loss; return the prompts' stream of the last start."""
+    """Start the run again after each loss; return the prompts' stream of the last start.
+
+    load_s   seconds to read a checkpoint
+    """
     saved: dict[str, Any] = {}
     for _ in range(MOST_STARTS):
         stream = make_stream()
@@ -248,7 +263,7 @@ def _run_to_end(
         finally:
             run.end()
             totals.add(run, loop.time() - start_s)
-        loop.run_until_complete(asyncio.sleep(simulated.restart_s))
+        loop.run_until_complete(asyncio.sleep(simulated.restart_s + load_s))
     raise RuntimeError(
         f"the run was lost {MOST_STARTS} times, last as {totals.losses[-1]}: raise"
         f" simulate.mtbf_hours={simulated.mtbf_hours:g}, or save more often by a smaller"

@@ -81,7 +81,7 @@ def test_lost_ranks_are_recovered_for_less_than_a_restart() -> None:
     settings = ("rollout.mode=sync", "simulate.mtbf_hours=1", "simulate.steps=60")
     often = ("rollout.restarts=1000", "rollout.retries=50", "run.recovery.restarts=1000")
     more = ("simulate.engine_restart_s=10", *often)
-    summary = run(*settings, *more, "simulate.recovery_s=20").summary
+    summary = run(*settings, *more, "simulate.notice_s=0", "simulate.replace_s=20").summary
     without = run(*settings, *more, "run.recovery.partner=none", "checkpoint.every_steps=2").summary
     assert summary["recoveries"] > 2 and summary["runs_lost"] == 0
     assert without["recoveries"] == 0 and without["runs_lost"] > 2
