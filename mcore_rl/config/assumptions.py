@@ -77,8 +77,10 @@ class SimulateConfig(Options, group="simulate"):
     """Seconds until the server of a lost engine runs again."""
     slow_share: float = bounded(0.0, ge=0, le=1)
     """Share of engines that are slow."""
+    slow_ranks: float = bounded(0.0, ge=0, le=1)
+    """Share of the ranks of trainer and critic that are slow; the others wait for them."""
     slowdown: float = bounded(1.5, ge=1)
-    """How many times longer slow engines take."""
+    """How many times longer slow engines and ranks take."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

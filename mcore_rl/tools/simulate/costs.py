@@ -6,7 +6,7 @@ sees the image of a simulated prompt, the most nearly square one of simulate.ima
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from mcore_rl.config import (
@@ -215,6 +215,12 @@ class TrainCosts:
     """Measured over predicted seconds."""
     tower: TowerCosts | None = None
     """None if prompts have no images."""
+
+    def with_slow_ranks(self, simulate: SimulateConfig) -> "TrainCosts":
+        """Return the costs where a share of the ranks is slow: all wait for the slowest."""
+        if not round(simulate.slow_ranks * self.parallel.world_size):
+            return self
+        return replace(self, factor=self.factor * simulate.slowdown)
 
     def step_s(self, microbatches: Lengths, images: Images = ()) -> float:
         """Return the seconds of an optimizer step."""

@@ -161,11 +161,13 @@ class SimulatedRun:
         self.failures = self._make_failures(size.trainer_gpus, draw, engine_losses_s)
         clock.lost = self.failures.lost
         self._on_trainer = partial(clock.spend, on=self._placement.trainer)
-        self.trainer = SimulatedRanks("trainer", costs.trainer, self._on_trainer)
+        trainer = costs.trainer.with_slow_ranks(config.simulate)
+        self.trainer = SimulatedRanks("trainer", trainer, self._on_trainer)
         self.critic = None
         if costs.critic is not None:
+            critic = costs.critic.with_slow_ranks(config.simulate)
             on_critic = partial(clock.spend, on=self._placement.critic)
-            self.critic = SimulatedRanks("critic", costs.critic, on_critic)
+            self.critic = SimulatedRanks("critic", critic, on_critic)
         self._gpus = self._share_gpus()
 
     @property

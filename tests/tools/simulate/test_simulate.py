@@ -134,6 +134,15 @@ def test_slow_engines_and_long_rewards_slow_the_run(in_turns: SimulationResult) 
     assert judged["phases_s"]["reward"] == pytest.approx(30, abs=1)
 
 
+def test_all_ranks_wait_for_one_that_is_slow(in_turns: SimulationResult) -> None:
+    settings = ("rollout.mode=sync", "simulate.slowdown=3")
+    slow = run(*settings, "simulate.slow_ranks=0.0625").summary  # one of 16
+    even = in_turns.summary["phases_s"]
+    assert slow["phases_s"]["train"] == pytest.approx(3 * even["train"], rel=0.1)
+    assert slow["phases_s"]["rollout"] == pytest.approx(even["rollout"])
+    assert run(*settings, "simulate.slow_ranks=0.03").steps == in_turns.steps
+
+
 def test_longer_responses_take_longer(in_turns: SimulationResult) -> None:
     even = run("rollout.mode=sync", "simulate.response_len=1000", "simulate.response_spread=0")
     assert even.steps[2]["rollout/response_len"] == 1000
