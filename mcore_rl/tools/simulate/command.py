@@ -23,6 +23,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="GPUS",
         help="compare splits of so many GPUs (the recipe's) between trainer and engines",
     )
+    command.add_argument(
+        "--effective",
+        action="store_true",
+        help="say how much of the time is effective, with recoveries and with restarts",
+    )
     command.set_defaults(run=_simulate)
 
 
@@ -33,4 +38,9 @@ def _simulate(args: argparse.Namespace) -> None:
         from mcore_rl.tools.simulate.prediction import print_simulation  # imports torch
 
     config = with_inputs(recipe, overrides, "plan")
-    print_simulation(config, args.out, as_json=args.json, search_gpus=args.search)
+    print_simulation(
+        *(config, args.out),
+        as_json=args.json,
+        search_gpus=args.search,
+        is_effective=args.effective,
+    )

@@ -25,6 +25,7 @@ from mcore_rl.planning.verdict import check_planned_sizes
 from mcore_rl.process.disk import report_full_disk, write_whole
 from mcore_rl.tools.simulate.calibration import Calibration
 from mcore_rl.tools.simulate.costs import RecipeCosts
+from mcore_rl.tools.simulate.effective_time import print_effective_time
 from mcore_rl.tools.simulate.simulate import SimulationResult, simulate
 from mcore_rl.tools.simulate.virtual_time import ReachedShares
 from mcore_rl.tools.simulate.workload import prompt_len_of
@@ -119,11 +120,17 @@ SHOWN_SPLITS = 12
 
 
 def print_simulation(
-    config: Config, out: Path | None, *, as_json: bool, search_gpus: int | None = None
+    config: Config,
+    out: Path | None,
+    *,
+    as_json: bool,
+    search_gpus: int | None = None,
+    is_effective: bool = False,
 ) -> None:
     """Simulate a recipe and write its picture, trace and numbers to `out`, or <run.dir>/simulation.
 
     With `search_gpus`, print how fast the splits of so many GPUs are instead; 0: the recipe's own.
+    With `is_effective`, print how much of the time is effective under failures.
 
     Raises ValueError naming an option that is missing, or two that contradict one another.
     """
@@ -143,8 +150,11 @@ def print_simulation(
         calibration = Calibration.measure(Path(run_dir), config.plan, config.simulate)
         simulated, costs = calibration.apply(config.simulate, costs)
         config = replace(config, simulate=simulated)
-    result = simulate(config, costs)
     folder = out or Path(config.run.dir) / "simulation"
+    if is_effective:
+        print_effective_time(config, costs, folder, as_json=as_json)
+        return
+    result = simulate(config, costs)
     title = (
         f"{Path(config.model.path).name}, {result.summary['gpus']} x {config.simulate.gpu},"
         f" {config.rollout.mode}: {result.summary['step_s']:.1f} s a step"
