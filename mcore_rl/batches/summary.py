@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from statistics import fmean, pstdev
 
+from mcore_rl.batches.rank_seconds import summarize_ranks
 from mcore_rl.types import CUT_OFF, StepStats, StoredSample
 from mcore_rl.types.scores import Scores
 
@@ -71,16 +72,19 @@ def summarize_steps(stats: Sequence[StepStats]) -> dict[str, float]:
         "train/learning_rate": stats[-1].learning_rate,
         "train/tokens": float(sum(step.num_tokens for step in stats)),
         "train/optimizer_steps": float(len(stats)),
+        **summarize_ranks(stats),
     }
 
 
 def summarize_critic(stats: Sequence[StepStats]) -> dict[str, float]:
-    """Merge the critic's optimizer steps, as critic/<last part> or critic/router/<name>."""
+    """Merge the critic's optimizer steps, as critic/<last part>, critic/router/<name> or
+    critic/ranks/<name>.
+    """
     merged = summarize_steps(stats)
     merged["loss"] = merged.pop("loss/total")
     metrics = {}
     for name, value in merged.items():
-        short = name if name.startswith("router/") else name.rpartition("/")[2]
+        short = name if name.startswith(("router/", "ranks/")) else name.rpartition("/")[2]
         metrics[f"critic/{short}"] = value
     return metrics
 

@@ -239,12 +239,23 @@ class RankGroup:
         deadline_s: float,
         **kwargs: object,
     ) -> list[Any]:
-        """Call method(per_dp_args[dp], *args, **kwargs) on every rank.
+        """Call as `dispatch_to_all`; return the answers of ranks that own an output, by dp."""
+        answers = self.dispatch_to_all(method, per_dp_args, *args, deadline_s=deadline_s, **kwargs)
+        return [answers[rank] for rank in self._owners]
 
-        Returns the answers of the ranks that own an output, in order of dp. Each argument is put
-        into Ray's object store once, however many ranks of its data-parallel coordinate read it.
-        Raises ValueError if there are more or fewer arguments than coordinates, and RankError as
-        `call_all` does.
+    def dispatch_to_all(
+        self,
+        method: str,
+        per_dp_args: Sequence[object],
+        *args: object,
+        deadline_s: float,
+        **kwargs: object,
+    ) -> list[Any]:
+        """Call method(per_dp_args[dp], *args, **kwargs) on every rank; return all answers.
+
+        Each argument is put into Ray's object store once, however many ranks of its data-parallel
+        coordinate read it. Raises ValueError if there are more or fewer arguments than coordinates,
+        and RankError as `call_all` does.
         """
         if len(per_dp_args) != self.dp_size:
             raise ValueError(
@@ -256,8 +267,7 @@ class RankGroup:
             actor.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
             for actor, dp in zip(self._actors, self._dp_ranks, strict=True)
         ]
-        answers = self.finish(self._expect(method, refs, deadline_s))
-        return [answers[rank] for rank in self._owners]
+        return self.finish(self._expect(method, refs, deadline_s))
 
     async def watch(
         self,

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.batches.rank_seconds import join_rank_steps
 from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import wait_for_room
@@ -236,14 +237,14 @@ class TrainerGroup(ModelGroup):
     def train_step(
         self, per_dp: Sequence[Share], *, temperature: float, num_tokens: int
     ) -> StepStats:
-        stats = self._group.dispatch(
+        steps = self._group.dispatch_to_all(
             "train_step",
             per_dp,
             deadline_s=self._answer_s,
             temperature=temperature,
             num_tokens=num_tokens,
         )
-        return stats[0]
+        return join_rank_steps(steps)
 
     def snapshot_reference(self) -> None:
         self._call("snapshot_reference")
@@ -278,7 +279,7 @@ class CriticGroup(ModelGroup):
         return self._group.dispatch("compute_values", per_dp, deadline_s=self._answer_s)
 
     def train_step(self, per_dp: Sequence[Share], *, num_tokens: int) -> StepStats:
-        stats = self._group.dispatch(
+        steps = self._group.dispatch_to_all(
             "train_step", per_dp, deadline_s=self._answer_s, num_tokens=num_tokens
         )
-        return stats[0]
+        return join_rank_steps(steps)

@@ -99,6 +99,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "critic/clipped_share": "share of tokens whose value is clipped",
         "critic/<name>": "grad_norm, learning_rate, tokens and optimizer_steps, as for the policy",
         "critic/router/<name>": "load of the critic's experts, as for the policy",
+        "critic/ranks/<name>": "its slowest ranks, as for the policy",
     },
     "Agreement of trainer and engines": {
         "logprob_diff/mean": "|trainer - engine| of sampled tokens, nats",
@@ -147,6 +148,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "recovery/keep_seconds": "of it, to keep the states of trainer and critic (recovery.md)",
         "recovery/kept_bytes": "bytes of these states, over all ranks",
         "recovery/count": "recoveries of lost ranks since the start of the command",
+        "ranks/lag": "seconds of the slowest trainer rank's own work / the median of the others of"
+        " its pipeline stage (monitoring.md)",
+        "ranks/slowest": "the number of this rank",
+        "ranks/<phase>_lag": "the same lag in passes that train, and in forward passes alone",
+        "ranks/<phase>_slowest": "the rank that is slowest there",
         "idle/trainer": "share of the step in which the trainer has no work",
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },

@@ -19,6 +19,7 @@ from torch import Tensor
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import forget_peak
+from mcore_rl.device.rank_clock import RankClock
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
@@ -100,6 +101,7 @@ class TrainedModel:
         self._adapter: LoraAdapter | None = None
         if train.lora.rank:
             self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
+        self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
@@ -116,14 +118,20 @@ class TrainedModel:
         return stored.config
 
     def _wrap(self, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-        """Give the chunks Megatron's DDP, of all weights or of low-rank factors alone."""
+        """Give the chunks Megatron's DDP, of all weights or of low-rank factors alone.
+
+        The clock of this rank's own work stops before gradients are reduced.
+        """
         ddp = self._train.ddp
         name = self._optimizer_config.name
         if self._adapter is None:
-            return wrap_chunks(self._config, chunks, ddp, name)
-        finalize = self._adapter.finalize_gradients
-        wrapped = wrap_chunks(self._config, chunks, {**ddp, **DDP_OF_FACTORS}, name, finalize)
-        self._adapter.watch_gradients()
+            wrapped = wrap_chunks(self._config, chunks, ddp, name)
+        else:
+            finalize = self._adapter.finalize_gradients
+            wrapped = wrap_chunks(self._config, chunks, {**ddp, **DDP_OF_FACTORS}, name, finalize)
+            self._adapter.watch_gradients()
+        reduce = self._config.finalize_model_grads_func
+        self._config.finalize_model_grads_func = self.rank_clock.end_before(reduce)
         return wrapped
 
     @property
@@ -335,9 +343,11 @@ class TrainedModel:
         if self._keys is not None:
             self._keys.begin(batches, replay=replay_keys)
         self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
+        self.rank_clock.begin("forward" if forward_only else "train")
         reports = run_schedule(
             self.chunks, batches, output, forward_only=forward_only, enter=self._enter
         )
+        self.rank_clock.end()
         return reports, self._routing.take(batches)
 
     def _enter(self, batch: RankBatch, model: torch.nn.Module) -> RankBatch:

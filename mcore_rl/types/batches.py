@@ -3,7 +3,7 @@
 Training ranks score a batch or train on it, and report TokenScores or StepStats.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -227,10 +227,19 @@ FailedSaves = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
+class RankSeconds:
+    """Seconds of each rank's own work, by phase and rank, and the ranks' pipeline stages."""
+
+    stages: Sequence[int]
+    seconds: Mapping[str, Sequence[float]]
+
+
+@dataclass(frozen=True)
 class StepStats:
     """The report of one optimizer step, equal on every rank that has one.
 
     failed_saves   those since the last report
+    ranks          the work of all ranks since the last report; None: unknown
     """
 
     loss: float
@@ -239,3 +248,18 @@ class StepStats:
     num_tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
     failed_saves: FailedSaves = ()
+    ranks: RankSeconds | None = None
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A rank's answer to an optimizer step.
+
+    stats     None on ranks that own no output
+    seconds   of the rank's own work since its last answer, by phase
+    stage     the rank's pipeline stage
+    """
+
+    stats: StepStats | None
+    seconds: Mapping[str, float]
+    stage: int

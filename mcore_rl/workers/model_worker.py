@@ -24,6 +24,7 @@ from mcore_rl.train.storage import Storage
 from mcore_rl.types import (
     FailedSaves,
     LogprobOptions,
+    RankStep,
     StepStats,
     StoredBatch,
     StoredColumn,
@@ -145,6 +146,9 @@ class ModelWorker:
         assert self._stores is not None, "connect_stores comes first"
         self._stores.scatter_parts(share, columns)
 
+    def _answer_step(self, stats: StepStats | None) -> RankStep:
+        return RankStep(stats, self._model.rank_clock.take(), self._coordinate.pp)
+
     def peak_flops(self) -> float | None:
         return peak_flops()
 
@@ -208,12 +212,13 @@ class TrainerWorker(ModelWorker):
         self._keep(share, columns)
         return [refer_to_columns(columns)]
 
-    def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> StepStats | None:
+    def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> RankStep:
         with_tokens = self._fetch_tokens(share)
         with self._capture_step():
-            return self._model.train_step(
+            stats = self._model.train_step(
                 with_tokens, self._loss, temperature=temperature, num_tokens=num_tokens
             )
+        return self._answer_step(stats)
 
     def _capture_step(self) -> AbstractContextManager[None]:
         """Return a context for the next optimizer step, which profiles a step that was chosen."""
@@ -264,6 +269,7 @@ class CriticWorker(ModelWorker):
         self._keep(share, {VALUES.name: values})
         return [VALUES]
 
-    def train_step(self, share: Share, *, num_tokens: int) -> StepStats | None:
+    def train_step(self, share: Share, *, num_tokens: int) -> RankStep:
         with_tokens = self._fetch_tokens(share)
-        return self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
+        stats = self._model.train_step(with_tokens, self._loss, num_tokens=num_tokens)
+        return self._answer_step(stats)

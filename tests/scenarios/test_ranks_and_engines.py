@@ -144,10 +144,12 @@ def test_ranks_train_and_come_back_to_a_checkpoint(run: Run, tmp_path: Path) -> 
     run.trainer.save(str(tmp_path / "checkpoint"), {"step": 0, "words": ["a"]})
     run.trainer.finish_save()
     stats = [
-        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)).loss
-        for _ in range(3)
+        run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS)) for _ in range(3)
     ]
-    assert stats[2] < stats[1] < stats[0]
+    assert stats[2].loss < stats[1].loss < stats[0].loss
+    reported = [step.ranks.seconds for step in stats if step.ranks is not None]
+    assert [set(seconds) for seconds in reported] == [{"forward", "train"}, {"train"}, {"train"}]
+    assert all(len(s) == 2 and min(s) > 0 for seconds in reported for s in seconds.values())
     assert not torch.equal(logprobs(), before)
     torch.testing.assert_close(logprobs(reference=True), before, atol=0, rtol=0)
     assert run.trainer.load(str(tmp_path / "checkpoint")) == {"step": 0, "words": ["a"]}
