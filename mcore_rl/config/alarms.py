@@ -72,6 +72,8 @@ class AlarmsConfig(Options, group="alarms"):
     """A checkpoint could not be written (checkpoint.on_error=continue)."""
     skipped: bool = True
     """An optimizer step was left out, as its loss or gradient was not finite or too large."""
+    slow_rank: float = bounded(2.0, gt=1, also=0)
+    """A rank of the trainer works above so many times as long as others in the median; 0: off."""
     speed: float = bounded(0.5, ge=0, lt=1)
     """Response tokens per second below this part of the median of the last 20 steps; 0: off."""
     when: list[str] = field(default_factory=list)

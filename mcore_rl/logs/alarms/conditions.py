@@ -49,13 +49,15 @@ class AlarmEvent:
 class MetricAlarm:
     """A rule under a name, with what to do about it, and how long it has been met.
 
-    of   "": the rule's bound is a number; "first" or "usual": a factor of these values
+    of    "": the rule's bound is a number; "first" or "usual": a factor of these values
+    rank  the metric with the number of the trainer rank that the alarm names; "": none
     """
 
     name: str
     rule: AlarmRule
     remedy: str
     of: Literal["", "first", "usual"] = ""
+    rank: str = ""
     is_on: bool = False
     _is_met: bool = False
     _num_in_row: int = 0
@@ -79,7 +81,8 @@ class MetricAlarm:
             return None
         self.is_on = is_met
         state = "on" if is_met else "cleared"
-        text = self._describe(step, value, bound)
+        who = f"trainer rank {metrics[self.rank]:.0f}: " if self.rank else ""
+        text = self._describe(step, value, bound, who)
         return AlarmEvent(self.name, state, step, self.rule.metric, value, bound, text)
 
     @property
@@ -101,7 +104,7 @@ class MetricAlarm:
             return None
         return self.rule.bound * statistics.median(self._known)
 
-    def _describe(self, step: int, value: float, bound: float) -> str:
+    def _describe(self, step: int, value: float, bound: float, who: str) -> str:
         shown = f"{self.rule.metric}={value:.4g}"
         if not self.is_on:
             return f"alarm over: {self.name}, step {step}: {shown}"
@@ -111,7 +114,7 @@ class MetricAlarm:
         if self.of:
             usual = {"first": "of the first steps", "usual": "of late"}[self.of]
             beyond += f" ({self.rule.bound:g} times that {usual})"
-        return f"alarm: {self.name}, {steps}: {shown}, {beyond}: {self.remedy}"
+        return f"alarm: {self.name}, {steps}: {shown}, {beyond}: {who}{self.remedy}"
 
 
 def list_alarms(
@@ -156,6 +159,16 @@ def list_of_training(options: AlarmsConfig) -> list[MetricAlarm]:
                 AlarmRule("train/skipped_share", ">", 0.0, 1),
                 "logs/controller.log names the loss, the gradient's norm and the file in skipped/"
                 " that has the batch",
+            )
+        )
+    if options.slow_rank:
+        alarms.append(
+            MetricAlarm(
+                "slow_rank",
+                AlarmRule("ranks/lag", ">", options.slow_rank, options.steps),
+                "all ranks wait for it in each step: see logs/trainer_rank<k>.log, and the clocks,"
+                " the temperature and what else runs on its machine",
+                rank="ranks/slowest",
             )
         )
     return alarms + list_own(options)

@@ -90,6 +90,7 @@ def test_a_bound_of_zero_is_off() -> None:
         drift=False,
         staleness=0,
         speed=0,
+        slow_rank=0,
         engine_down=False,
         saves=False,
         skipped=False,
