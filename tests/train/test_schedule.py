@@ -34,7 +34,7 @@ def test_a_report_counts_real_tokens_only() -> None:
 
 
 def test_attention_gets_padded_lengths() -> None:
-    params = _make_packed_seq_params(rank_batch((3, 2), tp_size=4))
+    params = _make_packed_seq_params(rank_batch((3, 2), tp_size=4), model())
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 8]
     assert params.qkv_format == "thd" and params.max_seqlen_q == params.max_seqlen_kv == 5
 
