@@ -34,6 +34,8 @@ class Pass:
     recomputed      modules that the backward pass computes again, as megatron-core names them
     logprob_chunk   tokens whose logits are in memory as float32 at once
     expert_load     tokens of the most loaded rank's experts over the mean
+    sparse_kernel   whether sparse attention has a fused kernel (train.megatron.dsa_kernel_backend);
+                    without one it has the scores of all pairs of tokens
     """
 
     tokens: int
@@ -44,6 +46,7 @@ class Pass:
     recomputed: frozenset[str]
     logprob_chunk: int
     expert_load: float
+    sparse_kernel: bool = False
 
 
 class Activations:
@@ -78,7 +81,7 @@ class Activations:
             again -= self.count_kept(layer)
         if "linear" in kinds:
             again += self._count_states()
-        return buffers * self._step.itemsize + again
+        return buffers * self._step.itemsize + again + self._count_index_scores()
 
     def count_logits(self, padded_vocab: int) -> float:
         """Bytes of logits and their gradient (last stage), and of a chunk's float32 copies.
@@ -138,6 +141,8 @@ class Activations:
         cut = self._tokens / step.tp
         if "kv_rank" in sizes:
             numbers = self._own * (2 * sizes["q_rank"] + 2 * sizes["kv_down"]) + cut * sizes["v"]
+            if "index_topk" in sizes:
+                return self._count_norm(recomputed) + self._count_sparse(numbers, recomputed)
             if "mla_up_proj" not in recomputed:
                 numbers += cut * (2 * sizes["q"] + sizes["kv_up"] + sizes["v"])
         else:
@@ -146,6 +151,33 @@ class Activations:
                 numbers += cut * (sizes["q"] + sizes["kv"])
             numbers += 2 * cut * (sizes.get("gated_q", sizes["q"]) - sizes["q"])
         return self._count_norm(recomputed) + numbers * step.itemsize
+
+    def _count_index_scores(self) -> float:
+        """Bytes of the scores of an indexer's heads, and of what they become, without a kernel.
+
+        Tensor-parallel ranks compute the same.
+        """
+        if "index_topk" not in self._sizes or self._step.sparse_kernel:
+            return 0.0
+        pairs = self._tokens * self._step.tokens
+        return 2 * FLOAT32 * self._sizes["index_heads"] * pairs
+
+    def _count_sparse(self, numbers: float, recomputed: Collection[str]) -> float:
+        """Bytes of attention to chosen keys, beside `numbers` of latent projections and the output.
+
+        Each head has its query and its output in the width of the latent of keys. Without a kernel
+        each has float32 probabilities and a copy in the model's dtype for all pairs of tokens.
+        """
+        sizes = self._sizes
+        heads = need(self._config, "num_attention_heads") / self._step.tp
+        in_latent = 2 * sizes["kv_rank"] + sizes["kv_down"]
+        if "mla_up_proj" not in recomputed:
+            numbers += self._tokens * sizes["q"] / self._step.tp
+        numbers += self._tokens * heads * in_latent
+        scores = 0.0
+        if not self._step.sparse_kernel and "core_attn" not in recomputed:
+            scores = heads * self._tokens * self._step.tokens * (FLOAT32 + self._step.itemsize)
+        return numbers * self._step.itemsize + scores
 
     def _count_delta_net(self, recomputed: Collection[str]) -> float:
         """Bytes of the projections, the convolution's outputs, queries and keys of every value

@@ -407,6 +407,7 @@ def _make_pass(
         recomputed=train.recomputed,
         logprob_chunk=train.logprob_chunk,
         expert_load=expert_load,
+        sparse_kernel=train.megatron.get("dsa_kernel_backend", "none") != "none",
     )
 
 

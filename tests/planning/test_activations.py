@@ -11,6 +11,7 @@ from mcore_rl.weights.hf.config import read_hf_config
 
 QWEN = read_hf_config("recipes/model/qwen3_30b_a3b")
 DEEPSEEK = read_hf_config("recipes/model/deepseek_v3")
+SPARSE = read_hf_config("recipes/model/deepseek_v32")
 
 
 def one_pass(tokens: int, **changes: Any) -> Pass:
@@ -77,3 +78,22 @@ def test_what_a_recomputed_module_does_not_keep(
     none = Activations(model, one_pass(256))
     without = Activations(model, one_pass(256, recomputed=frozenset({module})))
     assert none.count_kept(layer) - without.count_kept(layer) == pytest.approx(256 * 2 * saved)
+
+
+def test_sparse_attention_without_a_kernel_keeps_scores_of_all_pairs() -> None:
+    """Each head has queries and outputs as wide as the latent of keys, which all heads share."""
+    tokens, heads = 1024, 128
+    step = one_pass(tokens, sparse_kernel=True)
+    dense = Activations(DEEPSEEK, step)
+    fused, plain = Activations(SPARSE, step), Activations(SPARSE, one_pass(tokens))
+    latent = 2 * 512 + 576
+    of_dense = 2 * 192 + (128 + 128) + 128  # twice queries, keys and values, values again
+    wanted = dense.count_kept(0) + 2 * tokens * heads * (192 + latent - of_dense)
+    assert fused.count_kept(0) == wanted
+    scores = heads * tokens**2 * (4 + 2)
+    assert plain.count_kept(0) == wanted + scores
+    index_scores = 64 * tokens**2 * 2 * 4
+    assert plain.count_working(0) == fused.count_working(0) + index_scores
+    again = Activations(SPARSE, one_pass(tokens, recomputed=frozenset({"core_attn"})))
+    assert again.count_kept(0) == wanted
+    assert again.count_working(0) == plain.count_working(0) + scores

@@ -34,14 +34,17 @@ class ModelFlops:
     per_token         of all products with weights
     per_pair          of a query and a key that it sees, in all layers of softmax attention without
                       a sliding window
-    per_window_pair   the same in all layers with one
-    window            tokens that a query sees there; None if no layer has a window
+    per_window_pair   the same in all layers with one, or with sparse attention
+    window            keys that a query reads there; None if no layer reads fewer than all
+    indexer           operations of all indexers of sparse attention: of a token, and of a query and
+                      a key that it sees; they have no backward pass
     """
 
     per_token: float
     per_pair: float
     per_window_pair: float
     window: int | None
+    indexer: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
     def from_facts(facts: ModelFacts) -> "ModelFlops":
@@ -63,12 +66,22 @@ class ModelFlops:
         kinds = facts.config.get("layer_types") or []
         window = _find_window(facts)
         num_windowed = kinds.count("sliding_attention") if window else 0
+        if "index_topk" in sizes:
+            window, num_windowed = sizes["index_topk"], nums["softmax"]
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
         num_full = nums["softmax"] - num_windowed
-        return ModelFlops(2.0 * products, num_full * per_layer, num_windowed * per_layer, window)
+        pairs = (num_full * per_layer, num_windowed * per_layer)
+        return ModelFlops(2.0 * products, *pairs, window, _count_indexers(facts))
 
     def count_forward(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward pass over sequences of these lengths."""
+        return self._count_trained(lens_N) + self._count_indexers(lens_N)
+
+    def _count_indexers(self, lens_N: Sequence[int]) -> float:
+        per_token, per_pair = self.indexer
+        return per_token * sum(lens_N) + per_pair * sum(_count_pairs(n, n) for n in lens_N)
+
+    def _count_trained(self, lens_N: Sequence[int]) -> float:
         operations = self.per_token * sum(lens_N)
         operations += self.per_pair * sum(_count_pairs(n, n) for n in lens_N)
         if self.window is not None:
@@ -81,7 +94,18 @@ class ModelFlops:
         Recomputed activations are not counted, as in model FLOPs utilization (arXiv:2204.02311,
         appendix B).
         """
-        return (1 + BACKWARD) * self.count_forward(lens_N)
+        return (1 + BACKWARD) * self._count_trained(lens_N) + self._count_indexers(lens_N)
+
+
+def _count_indexers(facts: ModelFacts) -> tuple[float, float]:
+    """Return the operations of all indexers, by token and by pair of a query and a key."""
+    sizes = facts.sizes
+    if "index_topk" not in sizes:
+        return 0.0, 0.0
+    products = sizes["q_rank"] * sizes["index_q"]
+    products += sizes["hidden"] * (sizes["index_head"] + sizes["index_heads"])
+    per_pair = sizes["index_q"] + sizes["index_heads"]
+    return 2.0 * sizes["layers"] * products, 2.0 * sizes["layers"] * per_pair
 
 
 def _count_attention(facts: ModelFacts) -> int:

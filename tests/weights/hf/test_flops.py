@@ -42,7 +42,9 @@ def test_a_forward_pass_has_the_operations_that_torch_counts(kind: str, tmp_path
         per_head = 3 * 8 * 12  # a state of 8 x 12 numbers: read twice, changed once
         convolution = 4 * (2 * 4 * 8 + 8 * 12)
         counted += 3 * 2 * (8 * per_head + convolution) * NUM_TOKENS
-    assert flops.per_token * NUM_TOKENS + pairs == counted
+    per_token, per_pair = flops.indexer
+    pairs += per_pair * NUM_TOKENS**2
+    assert (flops.per_token + per_token) * NUM_TOKENS + pairs == counted
 
 
 def count_chunks(counter: FlopCounterMode, layers: list[int]) -> int:
@@ -81,3 +83,19 @@ def test_published_models_have_six_operations_per_active_parameter_and_token() -
     # 3.3e9 active parameters, 0.3e9 of them embeddings
     flops = ModelFlops.from_facts(ModelFacts.read("recipes/model/qwen3_30b_a3b"))
     assert flops.count_training((128,)) / 128 == pytest.approx(6 * 3.03e9, rel=0.02)
+
+
+def test_sparse_attention_reads_few_keys_and_its_indexer_scores_all() -> None:
+    dense = ModelFlops.from_facts(ModelFacts.read("recipes/model/deepseek_v3"))
+    sparse = ModelFlops.from_facts(ModelFacts.read("recipes/model/deepseek_v32"))
+    assert (sparse.per_token, sparse.per_pair) == (dense.per_token, 0.0)
+    assert (sparse.per_window_pair, sparse.window) == (dense.per_pair, 2048)
+    per_token = 2 * 61 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    per_pair = 2 * 61 * (64 * 128 + 64)
+    assert sparse.indexer == (per_token, per_pair)
+    num, whole = 4096, 4096 * 4097 / 2
+    read = 2048 * 2049 / 2 + 2048 * 2048
+    indexers = per_token * num + per_pair * whole
+    trained = dense.per_token * num + dense.per_pair * read
+    assert sparse.count_forward((num,)) == trained + indexers
+    assert sparse.count_training((num,)) == 3 * trained + indexers, "indexers are frozen"
