@@ -217,12 +217,13 @@ def know_linear_in_latent_attention() -> None:
 
     megatron-core imports that class there only together with Transformer Engine.
     """
-    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
-    multi_latent_attention.Linear = Linear
-    absorbed_mla.Linear = Linear
+    from mcore_rl.cpu.te_workalike import DuplicatedLinear
+
+    multi_latent_attention.Linear = DuplicatedLinear
+    absorbed_mla.Linear = DuplicatedLinear
 
 
 def recompute_without_fp8() -> None:

@@ -288,11 +288,24 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
+class DuplicatedLinear(Linear):
+    """TELinear: of weights that every tensor-parallel rank has, one rank's are saved.
+
+    megatron-core's `Linear` knows no group of them if it is told that they are duplicated, and all
+    ranks would save theirs.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.tp_group is None:
+            self.tp_group = get_tensor_model_parallel_group()
+
+
 class SpecProvider(BackendSpecProvider):
     """Megatron's TESpecProvider, answering with the torch modules of this file."""
 
     def linear(self) -> type:
-        return Linear
+        return DuplicatedLinear
 
     def column_parallel_linear(self) -> type:
         return ColumnParallelLinear

@@ -149,10 +149,11 @@ def _outcome(probe: Any) -> Any:
 
 def _takes_linear() -> bool:
     """The condition of MLASelfAttention.__init__ on its projections down."""
-    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer import multi_latent_attention as module
 
-    return Linear in (module.Linear, module.TELinear)
+    from mcore_rl.cpu.te_workalike import DuplicatedLinear
+
+    return DuplicatedLinear in (module.Linear, module.TELinear)
 
 
 def _recomputes_in_fp8() -> bool:

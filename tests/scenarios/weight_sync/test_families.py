@@ -49,7 +49,7 @@ LAYOUTS = {
     "glm4_moe": MOE_LAYOUTS[1:2],
     "olmoe": MOE_LAYOUTS[2:],
     "kimi_k2": MOE_LAYOUTS[2:],
-    "deepseek_v32": [{"pp": 2, "ep": 2}, MOE_LAYOUTS[2]],
+    "deepseek_v32": MOE_LAYOUTS[:2],
     "glm5": [MOE_LAYOUTS[2], {"ep": 4}],
     "nemotron3_latent": MOE_LAYOUTS[2:],
 }
