@@ -62,7 +62,7 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
         "run.steps=2",
         "train.optimizer.lr=1e-3",
         "eval.data=[]",
-        f"parallel.{'pp' if is_sparse else 'tp'}=2",
+        "parallel.tp=2",
         *(f"rollout.{name}={size}" for name, size in ENGINES[kind].items()),
         f"drift.indexer_topk={str(is_sparse).lower()}",
         f"train.indexer_replay={INDEXER_REPLAY.get(kind, 'none')}",
