@@ -37,6 +37,16 @@ class ProcessGroupStub:
     cpu_group: None = None
 
     @property
+    def device_group(self) -> "ProcessGroupStub":
+        return self
+
+    def rank(self) -> int:
+        return self.rank_in_group
+
+    def size(self) -> int:
+        return self.world_size
+
+    @property
     def is_first_rank(self) -> bool:
         return self.rank_in_group == 0
 
