@@ -122,6 +122,18 @@ class EngineSpec:
         if self.num_nodes > 1:
             options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
             options |= {"--dist-init-addr": self.dist_init_addr}
+        arguments = [str(part) for item in options.items() for part in item]
+        if self.share_prompts is not False:
+            flag = SHARE_PROMPTS if self.share_prompts else SHARE_PROMPTS_ON_CPU
+            arguments = [flag, *arguments]
+        if not self.compiled:
+            arguments = [UNCOMPILED, *arguments]
+        if self.gpu_ids:
+            arguments = ["--gpu-ids", ",".join(self.gpu_ids), *arguments]
+        return [*arguments, *self._list_flags(), *self.extra_args]
+
+    def _list_flags(self) -> list[str]:
+        """Return the options of SGLang that are switched on, and those that few engines need."""
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         if not self.tokenizer:
             flags.append("--skip-tokenizer-init")
@@ -141,15 +153,7 @@ class EngineSpec:
             flags.append("--enable-return-indexer-topk")
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
-        arguments = [str(part) for item in options.items() for part in item]
-        if self.share_prompts is not False:
-            flag = SHARE_PROMPTS if self.share_prompts else SHARE_PROMPTS_ON_CPU
-            arguments = [flag, *arguments]
-        if not self.compiled:
-            arguments = [UNCOMPILED, *arguments]
-        if self.gpu_ids:
-            arguments = ["--gpu-ids", ",".join(self.gpu_ids), *arguments]
-        return arguments + flags + list(self.extra_args)
+        return flags
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from mcore_rl.device.rank_clock import RankClock
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
-from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, LoraAdapter, make_adapter
+from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, make_adapter
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
@@ -98,16 +98,14 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
-        self._adapter: LoraAdapter | None = None
-        if train.lora.rank:
-            self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
+        self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
         self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
-        adapter = self._adapter.facts if self._adapter else None
         self._state = RankState(self.chunks, self.optimizer, self._memory)
+        adapter = self._adapter.facts if self._adapter else None
         self._checkpointer = Checkpointer(
             TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter),
             self._memory.readable,

@@ -188,12 +188,14 @@ def make_adapter(
     model: ModelConfig,
     stored: ModelFacts,
     seed: int,
-) -> "LoraAdapter":
+) -> "LoraAdapter | None":
     """Return the adapter that a recipe trains, new or from `config.path`; a collective.
 
-    One rank reads what the base's checksum needs. Raises ValueError as `list_targets` and
-    `check_start` do.
+    None if all weights are trained. One rank reads what the base's checksum needs. Raises
+    ValueError as `list_targets` and `check_start` do.
     """
+    if not config.rank:
+        return None
     sums = [""]
     if dist.get_rank() == 0:
         sums = [find_base_sum(model.init, stored, seed)]
