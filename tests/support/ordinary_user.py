@@ -13,9 +13,11 @@ DEADLINE_S = 300.0
 
 @cache
 def open_python() -> str:
-    """Return a Python that every user may start; empty if there is none."""
+    """Return a Python that every user may start with this repository; empty if there is none."""
+    check = (
+        f"import sys; open({str(ROOT / 'pyproject.toml')!r}); sys.exit(sys.version_info < (3, 11))"
+    )
     for program in (sys.executable, "/usr/bin/python3", "/usr/bin/python3.11"):
-        check = "import sys; sys.exit(sys.version_info < (3, 11))"
         if os.path.exists(program) and as_nobody([program, "-c", check]).returncode == 0:
             return program
     return ""
