@@ -35,7 +35,7 @@ def summarize_ranks(stats: Sequence[StepStats]) -> dict[str, float]:
         sums = [sum(of_rank) for of_rank in zip(*answers, strict=True)]
         total = [before + own for before, own in zip(total, sums, strict=True)]
         if found := find_slowest(sums, stages):
-            metrics[f"ranks/{phase}_lag"], metrics[f"ranks/{phase}_slowest"] = found
+            metrics[f"ranks/lag_in/{phase}"], metrics[f"ranks/slowest_in/{phase}"] = found
     if found := find_slowest(total, stages):
         metrics["ranks/lag"], metrics["ranks/slowest"] = found
     return metrics

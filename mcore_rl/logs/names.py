@@ -151,8 +151,8 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "ranks/lag": "seconds of the slowest trainer rank's own work / the median of the others of"
         " its pipeline stage (monitoring.md)",
         "ranks/slowest": "the number of this rank",
-        "ranks/<phase>_lag": "the same lag in passes that train, and in forward passes alone",
-        "ranks/<phase>_slowest": "the rank that is slowest there",
+        "ranks/lag_in/<phase>": "the same lag in passes that train, and in forward passes alone",
+        "ranks/slowest_in/<phase>": "the rank that is slowest there",
         "idle/trainer": "share of the step in which the trainer has no work",
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },

@@ -38,10 +38,10 @@ def test_seconds_of_a_steps_optimizer_steps_are_added_up() -> None:
     second = step_of({"train": 5.0}, {"train": 1.0})
     assert first.loss == STATS.loss
     assert summarize_ranks([first, second]) == {
-        "ranks/forward_lag": 5.0,
-        "ranks/forward_slowest": 1.0,
-        "ranks/train_lag": 2.0,
-        "ranks/train_slowest": 0.0,
+        "ranks/lag_in/forward": 5.0,
+        "ranks/slowest_in/forward": 1.0,
+        "ranks/lag_in/train": 2.0,
+        "ranks/slowest_in/train": 0.0,
         "ranks/lag": 8 / 7,
         "ranks/slowest": 1.0,
     }

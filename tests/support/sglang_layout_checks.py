@@ -69,8 +69,7 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
         sizes, dtype = SGLangSizes(**case["sizes"]), case["dtype"]
         torch.set_default_dtype(getattr(torch, dtype))
         linear._is_cpu = case["loader"] == "cpu"
-        if not linear._is_cpu:
-            join_projections_of_indexers()
+        build_indexers(on_gpus=not linear._is_cpu)
         hf_config = read_hf_config(case["hf_dir"])
         layout = SGLangLayout(family_of(hf_config), hf_config, sizes, dtype)
         for rank in range(sizes.engine_ranks):
@@ -82,14 +81,18 @@ def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     return {"num_ranks": num_ranks, "errors": errors}
 
 
-def join_projections_of_indexers() -> None:
+def build_indexers(*, on_gpus: bool) -> None:
     """Have SGLang build indexers as on GPUs, where those of GLM-5 hold two projections as one."""
     from sglang.srt.layers.attention.dsa import dsa_indexer
 
-    dsa_indexer._is_cuda = True
+    dsa_indexer._is_cuda = on_gpus
     dsa_indexer.resolve_num_sms = lambda: 1  # which it asks CUDA, and needs to compute alone
-    build = dsa_indexer.Indexer.__init__
-    dsa_indexer.Indexer.__init__ = getattr(build, "__wrapped__", build)
+    in_own_dtype = _INDEXERS.setdefault("build", dsa_indexer.Indexer.__init__)
+    dsa_indexer.Indexer.__init__ = in_own_dtype.__wrapped__ if on_gpus else in_own_dtype
+
+
+_INDEXERS: dict[str, Any] = {}
+"""How engines without CUDA build them."""
 
 
 def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank: int) -> Any:

@@ -77,7 +77,7 @@ def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any
 def find_sparse_refusal(config: HfConfig) -> str:
     """Return why a model cannot be carried whose settings are supported one by one, or ""."""
     num_layers = need(config, "num_hidden_layers")
-    dense = min(config.get("first_k_dense_replace") or 0, num_layers)
+    dense = min(need(config, "first_k_dense_replace"), num_layers)
     lists = {
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
         "layer_types": ["indexed_attention"] * num_layers,

@@ -42,7 +42,7 @@ def make_generator(loop: EventLoop, engine: FakeSGLang, **options: object) -> En
 
 def test_sampling_is_the_recipes_or_greedy() -> None:
     assert make_sampling(CONFIG, greedy=False, seed=4) == Sampling(
-        3, temperature=0.7, top_p=0.9, top_k=5, seed=4, routed_experts=True
+        3, temperature=0.7, top_p=0.9, top_k=5, seed=4, routed_experts=True, indexer_topk=True
     )
     assert make_sampling(CONFIG, greedy=True, seed=4) == Sampling(3, temperature=0.0, seed=4)
 
