@@ -3,10 +3,11 @@
 All processes are gone when the block of `run_processes` ends.
 """
 
+import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,8 @@ class RunProcesses:
         self.keys = keys
         self.recovers = False
         """Whether lost ranks of trainer and critic are recovered."""
+        self.recover_beside_sampling: Callable[[Exception], None] | None = None
+        """Recovers lost ranks while engines sample; None if they cannot be recovered then."""
 
     def start_trainer(self, optimizer: OptimizerConfig, num_steps: int, loss: Any) -> TrainerGroup:
         """Start building the policy on its ranks; the group's `wait_built` waits for it."""
@@ -175,7 +178,8 @@ class RunProcesses:
         """Run `work` to its end and return the result.
 
         Raises RankError as soon as a rank or an engine is lost. A lost collector shows only when
-        its samples are read, and a lost rank that can be recovered only when it is called.
+        its samples are read, and a lost rank that can be recovered when it is called, or in
+        `run_sampling`.
         """
         watches = self.served_engines.watches()
         models = () if self.recovers else (self._trainer, self._critic)
@@ -183,6 +187,33 @@ class RunProcesses:
             if group is not None:
                 watches.append(group.watch())
         return self.event_loop.run(guard(work, *watches))
+
+    def run_sampling(self, work: Awaitable[Any]) -> Any:
+        """Run work that needs no rank of trainer or critic, as `run_watched` does.
+
+        Ranks that are lost meanwhile are recovered beside it, where that is possible.
+        """
+        if self.recover_beside_sampling is None:
+            return self.run_watched(work)
+        sampling = self.start_watched(work)
+        lost: Future[None] | None = None
+        try:
+            while True:
+                lost = self.event_loop.start(self._watch_models())
+                wait([sampling, lost], return_when=FIRST_COMPLETED)
+                if sampling.done():
+                    return sampling.result()
+                error = lost.exception()
+                assert isinstance(error, Exception), "a watch ends by an error alone"
+                self.recover_beside_sampling(error)
+        finally:
+            for future in filter(None, (sampling, lost)):
+                future.cancel()
+
+    async def _watch_models(self) -> None:
+        """Never return; raise RankError once a rank of trainer or critic is gone."""
+        models = (group for group in (self._trainer, self._critic) if group is not None)
+        await guard(asyncio.Event().wait(), *(group.watch() for group in models))
 
     def start_watched(self, work: Awaitable[Any]) -> "Future[Any]":
         """Start `work` and return its future, which raises RankError if an engine is lost."""

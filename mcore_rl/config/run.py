@@ -17,12 +17,17 @@ class RecoveryConfig(Options, group="run.recovery"):
     """memory: after each step, ranks copy their state to host memory that outlives them; if a rank
     dies or hangs, all ranks of its model are replaced and go on from there. none: the run ends, and
     the same command continues from the newest checkpoint."""
-    restarts: int = bounded(4, ge=0)
-    """Recoveries within an hour, at most; beyond them the run ends. 0: as partner=none."""
+    restarts: int | None = bounded(None, ge=0)
+    """Recoveries within an hour, at most; beyond them the run ends. None: 4, and one more for every
+    256 ranks of trainer and critic. 0: as partner=none."""
 
     @property
     def is_used(self) -> bool:
-        return self.partner != "none" and self.restarts > 0
+        return self.partner != "none" and self.restarts != 0
+
+    def limit_restarts(self, num_ranks: int) -> int:
+        """Return the recoveries within an hour that a run with so many ranks has."""
+        return 4 + num_ranks // 256 if self.restarts is None else self.restarts
 
 
 @dataclass

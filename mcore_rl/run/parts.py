@@ -295,7 +295,7 @@ def sample_in_background(
         prompts,
         run.rollouts.client,
         run.rollouts.score,
-        run.processes.run_watched,
+        run.processes.run_sampling,
         run.processes.start_watched,
         weights.revive,
         episodes,

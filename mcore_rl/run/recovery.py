@@ -100,9 +100,14 @@ def open_recovery(
             forget_links=trained.forget_links,
             rewound=trained.rewound,
         )
-        recovery = RankRecovery(recovered, options.recovery.restarts, start_step)
+        num_ranks = sum(model.world_size for model in trained.models)
+        most = options.recovery.limit_restarts(num_ranks)
+        recovery = RankRecovery(recovered, most, start_step)
         processes.recovers = True
+        if recovered.gpus.are_apart:  # otherwise others have the GPUs while engines sample
+            processes.recover_beside_sampling = recovery.recover
         try:
             yield recovery
         finally:
             processes.recovers = False
+            processes.recover_beside_sampling = None

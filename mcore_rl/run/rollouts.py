@@ -194,7 +194,7 @@ def connect_rollouts(
     return Rollouts(
         client,
         collectors,
-        processes.run_watched,
+        processes.run_sampling,
         reward,
         has_teacher="teacher" in served,
         ledger=ledger,

@@ -1,18 +1,23 @@
 """How the policy's engines are started; tests/scenarios runs them."""
 
+import asyncio
 import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.run import engine_spec, experts_shape, indexer_shape
+from mcore_rl.cluster.run import RunProcesses, engine_spec, experts_shape, indexer_shape
 from mcore_rl.config import (
     Config,
     DriftConfig,
     ModelConfig,
     RolloutConfig,
 )
+from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
@@ -114,3 +119,94 @@ def test_chosen_keys_are_reported_where_the_recipe_wants_them() -> None:
     sparse = ModelFacts.read("recipes/model/deepseek_v32")
     assert indexer_shape(DriftConfig(), sparse) is None
     assert indexer_shape(DriftConfig(indexer_topk=True), sparse) == IndexerTopkShape(61, 2048)
+
+
+class WatchedGroup:
+    """A group of ranks or engines whose loss a test decides."""
+
+    def __init__(self) -> None:
+        self.losses: list[Exception] = []
+
+    async def watch(self) -> None:
+        while not self.losses:
+            await asyncio.sleep(0.01)
+        raise self.losses[0]
+
+
+class Servers:
+    def watches(self) -> list[None]:
+        return []
+
+
+Scene = tuple[RunProcesses, WatchedGroup, WatchedGroup]
+
+
+@pytest.fixture
+def scene(config: Config) -> Iterator[Scene]:
+    """Return a run's processes, with its trainer and its engines."""
+    trainer, engines = WatchedGroup(), WatchedGroup()
+    policy = ModelFacts.read(config.model.path)
+    groups: Any = (trainer, None, engines, None)
+    servers: Any = Servers()
+    with closing(EventLoop()) as loop:
+        yield RunProcesses(config, policy, LOG, loop, groups, servers, KEYS), trainer, engines
+
+
+async def wait_until(is_over: Callable[[], bool]) -> str:
+    while not is_over():
+        await asyncio.sleep(0.01)
+    return "samples"
+
+
+def test_ranks_that_are_lost_while_engines_sample_are_recovered_meanwhile(scene: Scene) -> None:
+    processes, trainer, _ = scene
+    recovered: list[Exception] = []
+
+    def recover(error: Exception) -> None:
+        trainer.losses.clear()
+        recovered.append(error)
+        if len(recovered) < 2:
+            trainer.losses.append(RuntimeError("the new rank died, too"))
+
+    processes.recovers, processes.recover_beside_sampling = True, recover
+    trainer.losses.append(RuntimeError("rank 1 died"))
+    found = processes.run_sampling(wait_until(lambda: len(recovered) == 2))
+    assert found == "samples"
+    assert [str(error) for error in recovered] == ["rank 1 died", "the new rank died, too"]
+
+
+def test_a_recovery_that_fails_ends_the_sampling_with_its_reason(scene: Scene) -> None:
+    processes, trainer, _ = scene
+    canceled: list[bool] = []
+
+    async def sample() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        finally:
+            canceled.append(True)
+
+    def recover(error: Exception) -> None:
+        raise RuntimeError("no recovery is left") from error
+
+    processes.recovers, processes.recover_beside_sampling = True, recover
+    trainer.losses.append(RuntimeError("rank 1 died"))
+    with pytest.raises(RuntimeError, match="no recovery is left"):
+        processes.run_sampling(sample())
+    processes.event_loop.run(wait_until(lambda: bool(canceled)))
+
+
+def test_a_lost_engine_ends_the_sampling_and_is_no_matter_of_the_ranks(scene: Scene) -> None:
+    processes, _, engines = scene
+    recovered: list[Exception] = []
+    processes.recovers, processes.recover_beside_sampling = True, recovered.append
+    engines.losses.append(RuntimeError("engine 0 died"))
+    with pytest.raises(RuntimeError, match="engine 0 died"):
+        processes.run_sampling(wait_until(lambda: False))
+    assert not recovered
+
+
+def test_without_a_recovery_beside_it_a_lost_rank_ends_the_sampling(scene: Scene) -> None:
+    processes, trainer, _ = scene
+    trainer.losses.append(RuntimeError("rank 1 died"))
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        processes.run_sampling(wait_until(lambda: False))

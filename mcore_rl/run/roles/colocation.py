@@ -198,6 +198,11 @@ class SharedGpus:
             self._watched(self._load_only("", ()))
 
     @property
+    def are_apart(self) -> bool:
+        """Whether no model takes turns with others on its GPUs."""
+        return not self._are_shared and not self._colocated
+
+    @property
     def _are_shared(self) -> bool:
         return self._engines.are_colocated or bool(self._models)
 

@@ -125,7 +125,7 @@ class RankRecovery:
                     self._trained = _Trained(self._trained.step, _do_nothing)
                 return found
             except Exception as error:
-                self._recover(error)
+                self.recover(error)
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         self._save = (step, work)
@@ -144,7 +144,7 @@ class RankRecovery:
             "recovery/count": float(self._num_recovered),
         }
 
-    def _recover(self, error: Exception) -> None:
+    def recover(self, error: Exception) -> None:
         """Replace lost ranks and go back; raise `error` if none is lost or the budget is spent."""
         while True:
             lost = self._find_losses()
