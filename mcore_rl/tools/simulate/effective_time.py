@@ -75,7 +75,7 @@ def predict_effective_time(config: Config, costs: RecipeCosts) -> FaultReport:
         rank_mtbf_s=rank_mtbf_s,
         engine_mtbf_s=mtbf_s / (config.rollout.engines * config.rollout.engine_ranks),
         save_every=save_every,
-        most_recoveries=config.run.recovery.restarts,
+        most_recoveries=config.run.recovery.limit_restarts(size.trainer + size.critic),
     )
     seed = config.run.seed
     return FaultReport(
@@ -122,7 +122,12 @@ def _simulate_steps(config: Config, costs: RecipeCosts) -> tuple[StepCosts, floa
     if config.simulate.slow_share or config.simulate.slow_ranks:
         even = replace(without.simulate, slow_share=0.0, slow_ranks=0.0)
         ideal_s = _step_s(simulate(replace(without, simulate=even), costs))
-    step = _make_step(undisturbed, ideal_s, is_beside=config.rollout.mode != "sync")
+    step = _make_step(
+        undisturbed,
+        ideal_s,
+        is_beside=config.rollout.mode != "sync",
+        is_apart=RunSize.make(config, "train").tenants == 1,
+    )
     seconds = undisturbed.summary["seconds"]
     spacing_s = max(step.step_s, 2 * config.simulate.engine_restart_s)
     first_s = undisturbed.steps[1]["time/step"]
@@ -152,12 +157,15 @@ def _step_s(result: SimulationResult) -> float:
     return result.summary["step_s"]
 
 
-def _make_step(result: SimulationResult, ideal_s: float, *, is_beside: bool) -> StepCosts:
+def _make_step(
+    result: SimulationResult, ideal_s: float, *, is_beside: bool, is_apart: bool
+) -> StepCosts:
     phases = result.summary["phases_s"]
     step_s = _step_s(result)
     work_s, sync_s = phases["logprobs"] + phases["train"], phases["sync"]
     refill_s = max(result.steps[1]["time/step"] - step_s, 0.0)
-    return StepCosts(ideal_s, work_s, step_s - work_s - sync_s, sync_s, is_beside, refill_s)
+    wait_s = step_s - work_s - sync_s
+    return StepCosts(ideal_s, work_s, wait_s, sync_s, is_beside, refill_s, is_apart)
 
 
 def print_effective_time(config: Config, costs: RecipeCosts, out: Path, *, as_json: bool) -> None:

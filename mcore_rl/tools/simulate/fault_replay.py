@@ -2,7 +2,8 @@
 
     a step                work + keep -> wait for samples -> sync -> save, if one is due
     partner memory        a loss in work, sync or save cuts it off: recover, do it again;
-                          one in the wait shows when ranks are called next
+                          one in the wait: recover while engines sample, or if they have the same
+                          GPUs, when ranks are called next
     restarts              a loss at any time: queue again, start, go back to the newest checkpoint
 
 Each kind of failure is a Poisson process whose times follow from the seed, whatever a run does
@@ -38,6 +39,7 @@ class StepCosts:
     sync_s      of the weight sync
     is_beside   engines sample beside the work: a delay of the work shortens the wait
     refill_s    by which the first step after a start is longer, as no samples are there
+    is_apart    ranks have GPUs of their own, so that engines sample during a recovery
     """
 
     ideal_s: float
@@ -46,6 +48,7 @@ class StepCosts:
     sync_s: float
     is_beside: bool
     refill_s: float
+    is_apart: bool = False
 
     @property
     def step_s(self) -> float:
@@ -198,11 +201,21 @@ class _Run:
             self.spend("recoveries", seconds if lost_s is None else lost_s)
 
     def wait(self, seconds: float) -> None:
-        """Wait for samples. With recoveries, a loss shows later; else it ends the run."""
-        lost_s = None if self.recovers else self.cut_off(seconds)
-        self.spend("steps", seconds if lost_s is None else lost_s)
-        if lost_s is not None:
-            raise _RunLostError
+        """Wait for samples. Raises _RunLostError if lost ranks end the run."""
+        if self.recovers and not self.costs.step.is_apart:  # a loss shows later
+            self.spend("steps", seconds)
+            return
+        end_s = self.now_s + seconds
+        while (left_s := end_s - self.now_s) > 0:
+            lost_s = self.cut_off(left_s)
+            self.spend("steps", left_s if lost_s is None else lost_s)
+            if lost_s is None:
+                return
+            begin_s = self.now_s
+            self.recover()
+            hidden_s = min(self.now_s, end_s) - begin_s
+            self.spent["recoveries"] -= hidden_s
+            self.spent["steps"] += hidden_s
 
     def take_step(self) -> None:
         """Do the parts of a step. Raises _RunLostError if the run is lost."""

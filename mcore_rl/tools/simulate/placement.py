@@ -250,6 +250,7 @@ class Failures:
         self._recoveries = RestartBudget()
         self.ranks_lost: asyncio.Future[None] = loop.create_future()
         """Raises RanksLostError while ranks are lost that others replace."""
+        self._ranks_lost_s = 0.0
         self.num_recoveries = 0
         self._loop = loop
         self._rollout = rollout
@@ -306,6 +307,7 @@ class Failures:
             self._lose(why)
         elif not self.ranks_lost.done():
             self._recoveries.take(self._most_recoveries)
+            self._ranks_lost_s = self._loop.time()
             self.ranks_lost.set_exception(RanksLostError(why))
             self.ranks_lost.exception()  # asyncio wants it read, and it may come between works
 
@@ -313,6 +315,11 @@ class Failures:
     def num_recent_recoveries(self) -> int:
         """Recoveries within an hour, with that of ranks that are lost now."""
         return self._recoveries.num_recent
+
+    @property
+    def seconds_since_loss(self) -> float:
+        """Seconds for which ranks have been lost."""
+        return self._loop.time() - self._ranks_lost_s
 
     def replace_ranks(self) -> None:
         """Note that others have taken the place of lost ranks."""
@@ -385,7 +392,11 @@ class SimulatedRecovery:
         failures: Failures,
         costs: RecoveryCosts,
         forget_links: Callable[[], None],
+        *,
+        is_beside_sampling: bool,
     ) -> None:
+        """`is_beside_sampling`: ranks are recovered while engines sample."""
+        self._is_beside_sampling = is_beside_sampling
         self._clock = clock
         self._failures = failures
         self._recovery_s = costs.recovery_s
@@ -419,6 +430,8 @@ class SimulatedRecovery:
 
     def _recover(self) -> None:
         seconds = self._recovery_s + backoff_s(self._failures.num_recent_recoveries)
+        if self._is_beside_sampling:  # nothing else takes time between a loss and this call
+            seconds = max(seconds - self._failures.seconds_since_loss, 0.0)
         self._clock.spend("recovery", lambda: seconds)
         self._forget_links()
         self._failures.replace_ranks()

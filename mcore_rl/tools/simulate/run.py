@@ -222,7 +222,13 @@ class SimulatedRun:
         if not recovery.is_used:
             return NO_RECOVERY
         costs = RecoveryCosts.predict(self._config, self._costs)
-        return SimulatedRecovery(self._clock, self.failures, costs, weights.forget_links)
+        return SimulatedRecovery(
+            self._clock,
+            self.failures,
+            costs,
+            weights.forget_links,
+            is_beside_sampling=RunSize.make(self._config, "train").tenants == 1,
+        )
 
     def make_generator(self, weights: EngineSync) -> EngineGenerator:
         """Return what draws samples, those of evaluations by their own options."""
@@ -262,6 +268,7 @@ class SimulatedRun:
         config = self._config
         homes = (nodes[0] for nodes in self._placement.engine_nodes)
         by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
+        size, recovery = RunSize.make(config, "train"), config.run.recovery
         return Failures(
             self._clock.loop,
             config.rollout,
@@ -272,7 +279,7 @@ class SimulatedRun:
             dict(by_node),
             num_trainer_gpus,
             draw,
-            config.run.recovery.restarts if config.run.recovery.is_used else 0,
+            recovery.limit_restarts(size.trainer + size.critic) if recovery.is_used else 0,
             engine_losses_s,
         )
 

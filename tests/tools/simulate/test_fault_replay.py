@@ -70,6 +70,25 @@ def test_recoveries_take_the_time_of_their_formula(recovery_s: float) -> None:
     assert agrees(replay(costs, 40_000, 0, recovers=True), 9000.0 / mean_s)
 
 
+@pytest.mark.parametrize(("recovery_s", "wait_s"), [(20.0, 50.0), (200.0, 50.0), (50.0, 200.0)])
+def test_ranks_with_gpus_of_their_own_recover_while_engines_sample(
+    recovery_s: float, wait_s: float
+) -> None:
+    """Of a recovery that begins in the wait, what is longer than the rest of the wait costs."""
+    mtbf_s = 100_000.0
+    step = replace(IN_TURN, ideal_s=wait_s + 50.0, wait_s=wait_s, is_apart=True)
+    costs = replace(
+        NEVER, step=step, recovery=replace(FREE, replace_s=recovery_s), rank_mtbf_s=mtbf_s
+    )
+    hidden_s = recovery_s - recovery_s**2 / 2 / wait_s if recovery_s < wait_s else wait_s / 2
+    in_work_s = 40.0 * (recovery_s + 20.0) + 10.0 * (recovery_s + 5.0)
+    lost_s = (in_work_s + wait_s * (recovery_s - hidden_s)) / mtbf_s
+    way = replay(costs, 100_000, 0, recovers=True)
+    assert agrees(way, step.ideal_s / (step.ideal_s + lost_s))
+    later = replay(replace(costs, step=replace(step, is_apart=False)), 100_000, 0, recovers=True)
+    assert later.effective < way.effective
+
+
 def test_each_lost_engine_delays_the_run_by_its_seconds() -> None:
     costs = replace(NEVER, engine_s=30.0, engine_mtbf_s=500.0)
     for recovers in (True, False):
@@ -160,7 +179,10 @@ seconds = st.floats(0.0, 100.0)
 
 @settings(deadline=None, max_examples=60)
 @given(
-    step=st.builds(StepCosts, st.just(50.0), seconds, seconds, seconds, st.booleans(), seconds),
+    step=st.builds(
+        StepCosts,
+        *(st.just(50.0), seconds, seconds, seconds, st.booleans(), seconds, st.booleans()),
+    ),
     recovery=st.builds(RecoveryCosts, seconds, seconds, seconds, seconds, seconds),
     saves=st.builds(CheckpointCosts, seconds, seconds, seconds),
     mtbf_s=st.floats(1000.0, 1e6),
