@@ -25,6 +25,10 @@ NO_DEADLINE = {
     ("launch/submit.py", "shown.wait()"): "it prints logs for as long as the user likes",
     ("mcore_rl/cluster/answers.py", "ray.get(ref)"): ENDED,
     ("mcore_rl/cluster/group.py", "answers.wait()"): "Answers have a deadline",
+    (
+        "mcore_rl/cluster/run.py",
+        "wait([sampling, lost], return_when=FIRST_COMPLETED)",
+    ): "requests have deadlines, and so have the calls that watch ranks",
     ("mcore_rl/process/event_loop.py", "wait([outcome])"): "what runs beside has deadlines",
     ("mcore_rl/data/streamed/workers.py", "self._pool.join()"): "its workers were killed",
     ("mcore_rl/cpu/megatron_patches.py", "all_works.wait()"): OF_GROUP,

@@ -61,9 +61,9 @@ def train(folder: Path, slow: int) -> tuple[list[dict[str, float]], list[AlarmEv
 def test_a_rank_that_is_slowed_is_named_after_some_steps(tmp_path: Path) -> None:
     rows, events = train(tmp_path / "model", SLOW_RANK)
     for row in rows[1:]:
-        for phase in ("", "train_", "forward_"):
-            assert row[f"ranks/{phase}slowest"] == SLOW_RANK
-            assert row[f"ranks/{phase}lag"] > 2
+        for phase in ("", "_in/train", "_in/forward"):
+            assert row[f"ranks/slowest{phase}"] == SLOW_RANK
+            assert row[f"ranks/lag{phase}"] > 2
     [event] = events
     assert event.alarm == "slow_rank" and event.step <= 1 + STEPS_BEFORE_ALARM
     assert f"trainer rank {SLOW_RANK}: all ranks wait for it" in event.text

@@ -74,7 +74,7 @@ def test_recoveries_take_the_time_of_their_formula(recovery_s: float) -> None:
 def test_ranks_with_gpus_of_their_own_recover_while_engines_sample(
     recovery_s: float, wait_s: float
 ) -> None:
-    """Of a recovery that begins in the wait, what is longer than the rest of the wait costs."""
+    """A recovery that begins in the wait costs what is longer than the rest of the wait."""
     mtbf_s = 100_000.0
     step = replace(IN_TURN, ideal_s=wait_s + 50.0, wait_s=wait_s, is_apart=True)
     costs = replace(
