@@ -52,8 +52,8 @@ MIXING_COMMANDS = ("train", "pairs")
 """Commands that read data.sources."""
 SAMPLING_COMMANDS = ("train", "pairs", "eval")
 TRAINING_COMMANDS = ("train", "sft", "dpo")
-_HUB_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-MODEL_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+MODEL_ID = re.compile(rf"(?P<repo>{_REPO})(?:@(?P<revision>[\w./-]+))?")
 ON_HUB = "hf://"
 """Data files of the hub begin so."""
 _ALGORITHMS = Path(mcore_rl.__file__).parent / "algo"
@@ -367,7 +367,7 @@ def _check_hub_repo(checkpoint: CheckpointConfig) -> None:
     from huggingface_hub import constants, get_token
 
     option = f"checkpoint.hub_repo={checkpoint.hub_repo}"
-    if not _HUB_REPO.fullmatch(checkpoint.hub_repo):
+    if not re.fullmatch(_REPO, checkpoint.hub_repo):
         raise ValueError(f"{option}: the hub names repositories owner/name")
     if not checkpoint.export_hf:
         raise ValueError(f"{option} uploads the export: set checkpoint.export_hf=true as well")
