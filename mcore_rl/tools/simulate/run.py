@@ -158,7 +158,7 @@ class SimulatedRun:
         self.engines = self._make_engines()
         self._health = EngineHealth(list(self.engines))
         self.collectors, self._pool = self._make_pool()
-        self.failures = self._make_failures(size.trainer_gpus, draw, engine_losses_s)
+        self.failures = self._make_failures(size, draw, engine_losses_s)
         clock.lost = self.failures.lost
         self._on_trainer = partial(clock.spend, on=self._placement.trainer)
         trainer = costs.trainer.with_slow_ranks(config.simulate)
@@ -263,12 +263,12 @@ class SimulatedRun:
         return engines
 
     def _make_failures(
-        self, num_trainer_gpus: int, draw: random.Random, engine_losses_s: Sequence[float]
+        self, size: RunSize, draw: random.Random, engine_losses_s: Sequence[float]
     ) -> Failures:
         config = self._config
         homes = (nodes[0] for nodes in self._placement.engine_nodes)
         by_node = zip(dict.fromkeys(homes), self.collectors, strict=True)
-        size, recovery = RunSize.make(config, "train"), config.run.recovery
+        recovery = config.run.recovery
         return Failures(
             self._clock.loop,
             config.rollout,
@@ -277,7 +277,7 @@ class SimulatedRun:
             self._health,
             self._placement,
             dict(by_node),
-            num_trainer_gpus,
+            size.trainer_gpus,
             draw,
             recovery.limit_restarts(size.trainer + size.critic) if recovery.is_used else 0,
             engine_losses_s,
