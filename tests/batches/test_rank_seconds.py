@@ -28,7 +28,7 @@ def test_the_slowest_rank_is_compared_with_its_stage(
 
 
 def step_of(*seconds: dict[str, float]) -> StepStats:
-    """Return the stats of a step of ranks of one stage, of which the last one owns the output."""
+    """Return the stats of a step. The ranks are of one stage, and the last rank owns the output."""
     steps = [RankStep(None, each, 0) for each in seconds[:-1]]
     return join_rank_steps([*steps, RankStep(STATS, seconds[-1], 0)])
 

@@ -3,11 +3,17 @@
 import contextlib
 import os
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.rollout.engine_spec import EngineSpec
+from tests.support.engine_keys import KEYS
 
 VOCAB_SIZE = 128
 EOS_ID = 1
@@ -92,3 +98,26 @@ def idle_cpu_seconds(group_id: int, duration_s: float) -> float:
     return sum(
         s - before.get(thread, 0.0) for thread, s in after.items() if thread[1] != "gloo_tcp_loop"
     )
+
+
+@contextlib.contextmanager
+def serve_versions(
+    paths: Mapping[int, str | Path], log_dir: Path, **options: Any
+) -> Iterator[list[EngineProcess]]:
+    """Start an engine for each version of weights, all at once; `options` are of their specs."""
+    engines = [
+        EngineProcess(
+            EngineSpec(
+                *(str(path), str(log_dir / f"{version}.log")),
+                **{"weight_version": version, "keys": KEYS, **options},
+            )
+        )
+        for version, path in paths.items()
+    ]
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            engine.start()
+            stack.callback(engine.stop)
+        for engine in engines:
+            engine.wait_healthy()
+        yield engines

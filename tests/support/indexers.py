@@ -53,7 +53,7 @@ def score(model: Any, tokens_T: Tensor) -> Tensor:
 
 
 @contextmanager
-def given_keys(model: Any, keys_TLK: Tensor) -> Iterator[None]:
+def use_given_keys(model: Any, keys_TLK: Tensor) -> Iterator[None]:
     """Make the indexers choose these keys; their own where a token has none."""
 
     def choose(layer: int, own_1TK: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ transformers computes which experts each token goes to with the weights that dre
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 from transformers import Qwen3MoeForCausalLM
 
 from mcore_rl.agents.recorder import EpisodeRecorder
-from mcore_rl.rollout.engine import FORKS, EngineProcess
-from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.engine import FORKS
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.types import Sample
 from tests.scenarios.agents.test_versions import (
@@ -26,7 +24,7 @@ from tests.scenarios.agents.test_versions import (
     swapped_engine,
 )
 from tests.scenarios.rollout.test_moved_responses import draw_with_moves
-from tests.support.engine_keys import KEYS
+from tests.support.engines import serve_versions
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
@@ -149,24 +147,7 @@ def test_a_response_keeps_the_experts_of_the_engine_that_it_left(tmp_path: Path)
     sizes = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "num_hidden_layers": 2}
     sizes |= {"vocab_size": 320, "max_position_embeddings": 2048}
     paths = {n: write_model("qwen3_moe", tmp_path / str(n), n, **sizes) for n in (7, 8)}
-    engines = [
-        EngineProcess(
-            EngineSpec(
-                str(path),
-                str(tmp_path / f"{n}.log"),
-                weight_version=n,
-                keys=KEYS,
-                routed_experts=True,
-            )
-        )
-        for n, path in paths.items()
-    ]
-    with ExitStack() as stack:
-        for engine in engines:
-            engine.start()
-            stack.callback(engine.stop)
-        for engine in engines:
-            engine.wait_healthy()
+    with serve_versions(paths, tmp_path, routed_experts=True) as engines:
         samples, num_moved = draw_with_moves(engines, SHAPE)
     routers = {n: Router(path) for n, path in paths.items()}
     moved = [sample for sample in samples if len(sample.versions) == 2]

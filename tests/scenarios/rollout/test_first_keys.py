@@ -5,7 +5,6 @@ transformers computes which keys each token chooses with the weights that drew t
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Sample
 from tests.scenarios.rollout.test_first_experts import Reported, reported_of_sample
 from tests.scenarios.rollout.test_moved_responses import draw_with_moves
-from tests.support.engine_keys import KEYS
+from tests.support.engines import serve_versions
 from tests.support.sampled import make_prompts
 from tests.support.sparse_choices import Chooser, mark_chosen
 from tests.support.tiny_models import MODELS, write_model
@@ -119,24 +118,7 @@ def test_tokens_keep_the_keys_that_were_chosen_as_they_were_drawn(
 def test_a_response_keeps_the_keys_of_the_engine_that_it_left(tmp_path: Path) -> None:
     """The two engines serve other weights, so each chooses other keys for the same tokens."""
     paths = write_models(tmp_path, (7, 8))
-    engines = [
-        EngineProcess(
-            EngineSpec(
-                str(path),
-                str(tmp_path / f"{n}.log"),
-                weight_version=n,
-                keys=KEYS,
-                indexer_topk=True,
-            )
-        )
-        for n, path in paths.items()
-    ]
-    with ExitStack() as stack:
-        for engine in engines:
-            engine.start()
-            stack.callback(engine.stop)
-        for engine in engines:
-            engine.wait_healthy()
+    with serve_versions(paths, tmp_path, indexer_topk=True) as engines:
         samples, num_moved = draw_with_moves(engines, key_shape=SHAPE)
     choosers = {n: Chooser(path) for n, path in paths.items()}
     moved = [sample for sample in samples if len(sample.versions) == 2]

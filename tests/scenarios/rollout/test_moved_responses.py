@@ -1,7 +1,6 @@
 """A response that moves to another engine is one response, with the log-probs of the model."""
 
 import asyncio
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,11 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
-from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape, Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.types import Sample
-from tests.support.engine_keys import KEYS
-from tests.support.engines import save_tiny_moe
+from tests.support.engines import save_tiny_moe, serve_versions
 from tests.support.sampled import logprob_error, make_prompts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -30,16 +27,7 @@ def test_responses_move_to_an_idle_engine_and_go_on(tmp_path: Path) -> None:
     """The first engine gets all requests, as the second is out of rotation until they are begun."""
     path = save_tiny_moe(tmp_path / "model")
     model = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    engines = [
-        EngineProcess(EngineSpec(path, str(tmp_path / f"{n}.log"), weight_version=n, keys=KEYS))
-        for n in (7, 8)
-    ]
-    with ExitStack() as stack:
-        for engine in engines:
-            engine.start()
-            stack.callback(engine.stop)
-        for engine in engines:
-            engine.wait_healthy()
+    with serve_versions({7: path, 8: path}, tmp_path) as engines:
         samples, num_moved = draw_with_moves(engines)
     assert num_moved >= 1
     versions = {span.version for drawn in samples for span in drawn.versions}

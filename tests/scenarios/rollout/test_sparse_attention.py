@@ -143,7 +143,7 @@ def test_the_parity_check_names_an_engine_that_attends_to_other_keys(
 
 
 def make_prompts() -> list[list[int]]:
-    """Return prompts of which one begins as another, and some have fewer tokens than are chosen."""
+    """Return prompts: one begins as another, and some have fewer tokens than are chosen."""
     generator = torch.Generator().manual_seed(1)
     prompts = [
         torch.randint(3, VOCAB, (length,), generator=generator).tolist()

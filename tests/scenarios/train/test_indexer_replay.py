@@ -14,11 +14,11 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_each, run_ranks
 from tests.support.indexers import (
-    given_keys,
     load_oracle,
     score,
     score_and_choose,
     sequences_of,
+    use_given_keys,
 )
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import (
@@ -151,7 +151,7 @@ def test_tokens_attend_to_the_keys_that_the_batch_names(
         for tokens, keys_TLK, logprobs_T in zip(
             sequences_of(batch), parts, got.split(list(batch.lens_N)), strict=True
         ):
-            with given_keys(model, keys_TLK):
+            with use_given_keys(model, keys_TLK):
                 want = score(model, tokens)
             assert largest([logprobs_T], [want]) < 1e-5
             if len(tokens) > TOPK + 2:

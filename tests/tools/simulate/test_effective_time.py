@@ -1,4 +1,4 @@
-"""`mcore-rl simulate --effective`: replays beside whole simulations, its table, what it refuses."""
+"""`mcore-rl simulate --effective`: replays agree with whole simulations, and what is refused."""
 
 import json
 import re
