@@ -1,6 +1,6 @@
 """Torch versions of the kernels of flash-linear-attention that megatron-core's delta net calls.
 
-They take packed sequences, each of which begins with an empty state:
+They take packed sequences. Each sequence begins with an empty state:
 
     x            inputs of a causal convolution [B, T, D]
     q, k, v      queries and keys [B, T, H, K], values [B, T, H, V]

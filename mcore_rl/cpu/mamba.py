@@ -1,6 +1,6 @@
 """Torch versions of the kernels of mamba_ssm that megatron-core's Mamba-2 layer calls.
 
-They take packed sequences, each of which begins with an empty state:
+They take packed sequences. Each sequence begins with an empty state:
 
     zxBCdt    what a layer projects its inputs to [B, T, D]: gates z, then x, B, C and dt
     x         values of the heads [B, T, H, P]
