@@ -66,7 +66,13 @@ READ_BY_IMPORTS = (
     "XDG_",
 )
 """How variables begin that modules may read when they are imported, not when they are used."""
-_SET_LATER = ("OMP_NUM_THREADS", "SGLANG_ZMQ_ALLOWED_PEERS", "SGLANG_ZMQ_SOURCE_IP")
+_SET_LATER = (
+    "OMP_NUM_THREADS",
+    "SGLANG_DSA_FUSE_TOPK",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_ZMQ_ALLOWED_PEERS",
+    "SGLANG_ZMQ_SOURCE_IP",
+)
 """Variables that begin like others, and are read when they are used."""
 
 

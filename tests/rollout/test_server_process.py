@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from mcore_rl.cpu.engine_forks import engine_forks
-from mcore_rl.rollout.engine import FORKS, ServerProcess, can_be_forked
+from mcore_rl.cpu.fork_server import read_by_imports
+from mcore_rl.rollout.engine import FORKS, ServerProcess, can_be_forked, make_environment
+from mcore_rl.rollout.engine_spec import EngineSpec
 
 pytestmark = pytest.mark.e2e
 
@@ -52,3 +54,18 @@ def test_a_kill_is_noticed(way: str, tmp_path: Path) -> None:
 def test_where_imports_differ_none_is_forked() -> None:
     assert can_be_forked(["--model-path", "x"])
     assert not can_be_forked(["--uncompiled", "--model-path", "x"])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        EngineSpec("m", "log"),
+        EngineSpec("m", "log", dtype="bfloat16", deterministic=True, routed_experts=True),
+        EngineSpec("m", "log", indexer_topk=True),
+        EngineSpec("m", "log", tp=2, num_nodes=2, dist_init_addr="127.0.0.1:1"),
+    ],
+)
+def test_engines_get_no_variable_with_which_the_fork_server_would_refuse_them(
+    spec: EngineSpec,
+) -> None:
+    assert read_by_imports(make_environment(spec, "/tmp/x")) == read_by_imports(os.environ)
