@@ -15,7 +15,15 @@ from mcore_rl.algo.aggregation import sequence_weights
 from mcore_rl.batches.batch import rows_of_samples
 from mcore_rl.batches.shared_prefixes import MIN_SHARED, Sharing, parents_first
 from mcore_rl.process.lost_samples import SamplesLostError
-from mcore_rl.types import CUT_OFF, Array, StoredBatch, StoredColumn, StoredSample, WeightVersion
+from mcore_rl.types import (
+    CUT_OFF,
+    Array,
+    StoredBatch,
+    StoredColumn,
+    StoredSample,
+    WeightVersion,
+    list_ends,
+)
 
 ROUTED_EXPERTS = StoredColumn("routed_experts")
 INDEXER_TOPK = StoredColumn("indexer_topk")
@@ -64,7 +72,8 @@ def make_stored_batch(
     """
     present = [sample for sample in samples if sample.response_len]
     if not present:
-        raise ValueError(f"all {len(samples)} samples are empty: no token to train on")
+        ends = list_ends(samples)
+        raise ValueError(f"all {len(samples)} samples are empty ({ends}): no token to train on")
     sequences = [(n, sample.lease, row) for n, sample in enumerate(present) for row in sample.rows]
     parents, starts = _find_parents(present)
     has_experts = all(sample.has_experts for sample in present)

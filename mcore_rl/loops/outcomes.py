@@ -101,17 +101,19 @@ class RewardFailures:
         return {"reward/errors": float(self.num_failed), "reward/failed_share": self.share}
 
 
+def has_tokens(rollout: Rollout) -> bool:
+    """Return whether a sample with an outcome has a token, or none has an outcome."""
+    places = _find_with_outcome(rollout)
+    return not places or any(rollout.samples[place].response_len for place in places)
+
+
 def with_outcome(rollout: Rollout) -> Rollout:
     """Leave out the samples that tell nothing of the policy: a reward or an environment failed.
 
     Their groups are smaller. Raises RewardFailureError if none is left.
     """
     samples, scores = rollout.samples, rollout.scores
-    kept = [
-        i
-        for i, (sample, has_outcome) in enumerate(zip(samples, scores.has_outcome_N, strict=True))
-        if has_outcome and sample.finish_reason not in WITHOUT_OUTCOME
-    ]
+    kept = _find_with_outcome(rollout)
     if len(kept) == len(samples):
         return rollout
     if not kept:
@@ -122,6 +124,16 @@ def with_outcome(rollout: Rollout) -> Rollout:
         )
     _log.warning("%d of %d samples have no outcome", len(samples) - len(kept), len(samples))
     return rollout.select(kept)
+
+
+def _find_with_outcome(rollout: Rollout) -> list[int]:
+    """Return the places of the samples that tell something of the policy."""
+    pairs = zip(rollout.samples, rollout.scores.has_outcome_N, strict=True)
+    return [
+        place
+        for place, (sample, has_outcome) in enumerate(pairs)
+        if has_outcome and sample.finish_reason not in WITHOUT_OUTCOME
+    ]
 
 
 def leave_out_lost(prepare: Callable[[Rollout], T], rollout: Rollout) -> tuple[Rollout, T]:

@@ -8,11 +8,12 @@ from statistics import fmean
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import AlgorithmConfig, RewardConfig, RolloutConfig
+from mcore_rl.logs.ledger.ledger import EMPTY
 from mcore_rl.logs.logger import PhaseTimer
-from mcore_rl.loops.outcomes import RewardFailures, Rollout
+from mcore_rl.loops.outcomes import RewardFailures, Rollout, has_tokens
 from mcore_rl.loops.resampling import score
 from mcore_rl.loops.roles import Roles
-from mcore_rl.types import Prompt, StoredBatch, StoredSample, WeightVersion
+from mcore_rl.types import Prompt, StoredBatch, StoredSample, WeightVersion, list_ends
 from mcore_rl.types.scores import Scores, join_scores
 
 _log = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ WAITING = ("rollout", "reward", "pause")
 """Phases in which the trainer ranks are idle."""
 ROUND_SEEDS = 1_000_003
 """Distance between the seeds of one step's rounds; larger than any step number."""
+MAX_DRAWS = 3
+"""Draws of a step without a token to train on: a lost engine ends all episodes of a small step."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,41 @@ class SamplingOptions:
 def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
     """Return samples for the step to train on, drawn now or in the background, with their scores.
 
-    Raises RewardFailureError if more rewards failed than the recipe bears.
+    Samples are drawn anew, from other prompts, if no sample has a token to train on. Raises
+    RewardFailureError if more rewards failed than the recipe bears.
     """
     version = WeightVersion(timer.step - 1)
     rollout = options.rollout
-    if roles.background is None:
-        drawn = sample_now(options, roles, timer, seed)
-    else:
-        with timer("rollout"):
-            drawn = Rollout(*roles.background.take(version))
+    drawn = _draw(options, roles, timer, seed)
+    for number in range(1, MAX_DRAWS):
+        if has_tokens(drawn):
+            break
+        _reject_empty(drawn, roles, timer.step)
+        drawn = _draw(options, roles, timer, seed + number * rollout.max_rounds * ROUND_SEEDS)
     bound = None if rollout.stale == "correct" else rollout.staleness_bound
     metrics = {**drawn.metrics, **measure_staleness(drawn.samples, version, bound)}
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
     metrics["idle/engines"] = roles.generator.idle_share()
     return replace(drawn, metrics=metrics)
+
+
+def _draw(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
+    if roles.background is None:
+        return sample_now(options, roles, timer, seed)
+    with timer("rollout"):
+        return Rollout(*roles.background.take(WeightVersion(timer.step - 1)))
+
+
+def _reject_empty(drawn: Rollout, roles: Roles, step: int) -> None:
+    """Say, and enter into the ledger, that a step has no token to train on."""
+    _log.warning(
+        "step %d: none of %d samples has a token to train on (%s); drawing from the next prompts",
+        step,
+        len(drawn.samples),
+        list_ends(drawn.samples),
+    )
+    for position in dict.fromkeys(sample.prompt.position for sample in drawn.samples):
+        roles.ledger.reject(position, EMPTY)
 
 
 def measure_staleness(

@@ -36,6 +36,7 @@ from mcore_rl.types.samples import (
     VersionSpan,
     WeightVersion,
     has_outcome,
+    list_ends,
 )
 
 __all__ = [
@@ -70,4 +71,5 @@ __all__ = [
     "VersionSpan",
     "WeightVersion",
     "has_outcome",
+    "list_ends",
 ]

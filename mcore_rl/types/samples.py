@@ -4,7 +4,8 @@ An episode of several turns is a sample, too: it has the rows of tokens that it 
 happened in each turn.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NewType
 
@@ -247,6 +248,12 @@ class StoredSample:
         num_tokens = len(self.prompt.token_ids) + self.response_len
         num_images = len(self.prompt.images)
         return (RowFacts(self.sample_index, num_tokens, self.response_len, num_images=num_images),)
+
+
+def list_ends(samples: Iterable[StoredSample]) -> str:
+    """Return why samples ended and how many did, the most frequent reason first."""
+    ends = Counter(sample.finish_reason for sample in samples)
+    return ", ".join(f"{reason} {number}" for reason, number in ends.most_common())
 
 
 def has_outcome(episode: EpisodeRecord) -> bool:

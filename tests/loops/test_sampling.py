@@ -4,16 +4,19 @@ end.
 
 from collections.abc import Callable, Sequence
 from math import isnan
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from mcore_rl.config import RewardConfig, RolloutConfig
+from mcore_rl.logs.ledger.file import read_records
+from mcore_rl.logs.ledger.ledger import LaunchEntry, RunLedger
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.roles import NO_RECOVERY, Roles
 from mcore_rl.loops.sampling import SamplingOptions, draw_rollout
-from mcore_rl.types import GroupLease, Prompt, StoredSample
+from mcore_rl.types import GroupLease, Prompt, StoredSample, VersionSpan, WeightVersion
 from mcore_rl.types.scores import Scores
 
 GROUP = 3
@@ -29,15 +32,16 @@ ALWAYS = {
 
 
 class Numbered:
-    """Prompts 0, 1, 2, ... and empty samples of them."""
+    """Prompts 0, 1, 2, ... and samples of them, empty ones of the first `num_empty`."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_empty: int = 0) -> None:
         self.num_taken, self.seeds = 0, []
+        self.num_empty = num_empty
         self.rewards_of: dict[int, list[float]] = {}
 
     def take(self, num_items: int) -> list[Prompt]:
         first, self.num_taken = self.num_taken, self.num_taken + num_items
-        return [Prompt(i, (1,), (), "unit", "") for i in range(first, self.num_taken)]
+        return [Prompt(i, (1,), (), "unit", "", position=i) for i in range(first, self.num_taken)]
 
     def note_scores(self, prompts: Sequence[Prompt], scores: Scores) -> None:
         for i, prompt in enumerate(prompts):
@@ -54,7 +58,15 @@ class Numbered:
     ) -> list[StoredSample]:
         self.seeds.append(seed)
         return [
-            StoredSample(prompt, i, 0, "stop", (), False, GroupLease(0, prompt.index))
+            StoredSample(
+                prompt,
+                i,
+                int(prompt.index >= self.num_empty),
+                "stop" if prompt.index >= self.num_empty else "deadline",
+                (VersionSpan(0, 1, WeightVersion(0)),),
+                False,
+                GroupLease(0, prompt.index),
+            )
             for prompt in prompts
             for i in range(num_samples)
         ]
@@ -96,6 +108,29 @@ def test_the_stream_of_prompts_learns_of_all_samples_also_of_groups_that_are_rep
     unlike = [1.0, *[0.0] * (GROUP - 1)]
     rewards_of = {i: unlike if i in {1, 4} else [0.0] * GROUP for i in range(parts.num_taken)}
     assert parts.rewards_of == rewards_of
+
+
+@pytest.mark.parametrize(("num_empty", "expected"), [(1, 0), (2, 2), (4, 4), (100, 4)])
+def test_a_step_without_a_token_is_drawn_from_the_next_prompts(
+    num_empty: int, expected: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = Numbered(num_empty)
+    fields: dict[str, Any] = dict.fromkeys(Roles.__dataclass_fields__) | {"recovery": NO_RECOVERY}
+    given: dict[str, Any] = {"reward": lambda samples: Scores([0.0] * len(samples))}
+    with RunLedger(tmp_path / "ledger.jsonl") as ledger:
+        ledger.begin(LaunchEntry(0, 0, (), (9,), 0, "sync", 0, GROUP))
+        given |= {"prompts": parts, "generator": parts, "ledger": ledger}
+        roles = Roles(**fields | given)
+        rollout = RolloutConfig(prompts_per_step=2, samples_per_prompt=GROUP)
+        drawn = draw_rollout(SamplingOptions(rollout), roles, PhaseTimer(1), 7)
+    assert drawn.samples[0].prompt.index == expected
+    assert len(set(parts.seeds)) == len(parts.seeds) == expected // 2 + 1
+    told = "none of 6 samples has a token to train on (deadline 6); drawing from the next prompts"
+    assert caplog.text.count(told) == expected // 2
+    rejected = [r for r in read_records(tmp_path / "ledger.jsonl") if r["is"] == "rejected"]
+    assert [(record["at"], record["why"]) for record in rejected] == [
+        (position, "empty") for position in range(expected)
+    ]
 
 
 def texts(*prompts: int) -> list[str]:
@@ -162,7 +197,7 @@ def sample_with(
         prompts_per_step=2, samples_per_prompt=4, dynamic_sampling=True, **cast(Any, options)
     )
     sampling = SamplingOptions(rollout, rewards or RewardConfig(), role_part, with_greedy)
-    drawn = draw_rollout(sampling, roles, PhaseTimer(5), 7)
+    drawn = draw_rollout(sampling, roles, PhaseTimer(1), 7)
     prompts = [sample.prompt.index for sample in drawn.samples[::4]]
     return prompts, drawn.scores, dict(drawn.metrics)
 
@@ -207,7 +242,7 @@ def test_an_outage_of_rewards_ends_the_run_in_its_first_round() -> None:
         return Scores([NAN] * len(samples), errors=["TimeoutError: no answer"] * len(samples))
 
     calls: list[int] = []
-    message = r"^step 5: 8 of 8 rewards failed, .*=0.25; the first: 'TimeoutError: no answer'"
+    message = r"^step 1: 8 of 8 rewards failed, .*=0.25; the first: 'TimeoutError: no answer'"
     with pytest.raises(RewardFailureError, match=message):
         sample_with(reward)
     assert calls == [8]

@@ -25,6 +25,7 @@ from mcore_rl.process.redaction import redact
 from mcore_rl.types import CUT_OFF, WITHOUT_OUTCOME, StoredBatch, StoredSample
 from mcore_rl.types.scores import Scores
 
+EMPTY = "empty"
 EQUAL_REWARDS = "equal_rewards"
 SURPLUS = "surplus"
 LOST = "lost"
@@ -321,7 +322,7 @@ class RunLedger:
         if not is_kept or sample.lease.store in self._trained.lost_stores:
             return LOST
         if not sample.response_len:
-            return "empty"
+            return EMPTY
         is_masked = all(row in self._trained.masked for row in rows)
         return "overlong" if sample.finish_reason in CUT_OFF and is_masked else ""
 
