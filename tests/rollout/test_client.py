@@ -270,7 +270,7 @@ def wait_for_an_answer(heartbeat: Heartbeat, timeout_s: float = 30.0) -> bool:
 
 def test_lost_engines(engine, others):
     """The death of one of two engines costs no sample; the last one's is an error naming it."""
-    prompts, sampling = make_prompts(24), Sampling(max_response_len=240, seed=0)
+    prompts, sampling = make_prompts(24), Sampling(max_response_len=120, seed=0)
     second = healthy(others["second"])
     killer = threading.Timer(0.5, os.kill, (second.pid, signal.SIGKILL))
     killer.start()

@@ -41,7 +41,12 @@ def make(*overrides: str) -> tuple[Config, RecipeCosts]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "partner"), [("sync", "memory"), ("one_step_off", "memory"), ("one_step_off", "none")]
+    ("mode", "partner"),
+    [
+        ("sync", "memory"),
+        pytest.param("one_step_off", "memory", marks=pytest.mark.slow),
+        pytest.param("one_step_off", "none", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_cost_what_the_real_controller_loses_to_them(mode: str, partner: str) -> None:
     """Beside replays of as many steps, by what each kind of loss costs there in the mean."""
