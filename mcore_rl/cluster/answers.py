@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
+from mcore_rl.device.failures import Failure, find_failure
 from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.process.process_state import STOPPED, describe_state
 
@@ -73,7 +74,20 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """Ranks are gone or stand still; others in their place may do the same work."""
+    """Ranks are gone or stand still; others in their place may do the same work.
+
+    is_doubtful   unless the program is at fault, which then fails in their place, too
+    """
+
+    is_doubtful = False
+
+
+class RankFaultError(RankLostError):
+    """Ranks raised an error of their GPU or of the network."""
+
+    def __init__(self, message: str, *, is_doubtful: bool) -> None:
+        super().__init__(message)
+        self.is_doubtful = is_doubtful
 
 
 class RankHungError(RankLostError):
@@ -217,9 +231,8 @@ class Answers:
             raise RankDiedError("\n".join(lines), [rank.index for rank, _ in self._died])
         if self._raised:
             stopped = self._find_stopped_ranks()
-            waited = all(raised.lost_peer for _, raised in self._raised)
-            error_cls = RankHungError if stopped or waited else RankError
-            raise error_cls("\n".join([_describe_exceptions(self._raised), *stopped]))
+            text = "\n".join([_describe_exceptions(self._raised), *stopped])
+            raise RankHungError(text) if stopped else make_error(text, self._raised)
         if self._pending:
             raise RankHungError(self._describe_overdue())
         values = [self._values[ref] for ref in self._refs]
@@ -296,6 +309,16 @@ def _describe_exceptions(raised: Sequence[tuple[Rank, Raised]]) -> str:
     other_indices = sorted(other.index for other, _ in raised if other is not rank)
     also = f"also raised on: {_name_ranks(other_indices)}" if other_indices else ""
     return "\n".join(filter(None, [f"{rank}: {first.summary}", first.frames, also]))
+
+
+def make_error(text: str, raised: Sequence[tuple[Rank, Raised]]) -> RankError:
+    """Return the error for what ranks raised, by what failed: one program error is enough."""
+    failures = {find_failure([each.summary, *each.causes]) for _, each in raised}
+    if None in failures:
+        return RankError(text)
+    if failures == {Failure.LOST_PEER}:
+        return RankHungError(text)
+    return RankFaultError(text, is_doubtful=Failure.HARDWARE not in failures)
 
 
 def _name_ranks(indices: Sequence[int]) -> str:

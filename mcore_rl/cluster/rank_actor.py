@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import logging
 import os
-import re
 import socket
 import sys
 import sysconfig
@@ -23,7 +22,7 @@ import ray
 import mcore_rl
 from mcore_rl.cluster.breakpoints import answer_in_rank
 from mcore_rl.process.cores import THREADS, take_cores
-from mcore_rl.process.disk import is_disk_full, name_full_disk
+from mcore_rl.process.disk import is_disk_full, iter_chain, name_full_disk
 from mcore_rl.process.errors import ProcessLostError, describe_error
 from mcore_rl.process.gc_pause import collect_from_here
 from mcore_rl.process.log_files import keep_output_lasting, rotate_output
@@ -34,11 +33,6 @@ from mcore_rl.process.safe_path import let_programs_be, put_last
 
 PACKAGE_DIR = str(Path(mcore_rl.__file__).parent)
 LIBRARY_DIRS = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Timed out waiting|[Ww]atchdog caught collective"
-    r"|NCCL communicator was aborted|[Ss]ocket [Tt]imeout|[Bb]roken pipe"
-)
-"""Gloo's, NCCL's and the store's words for a peer that is gone or does not come."""
 STACK_DUMP_SHARE = 0.95
 """After this share of a call's deadline, the stacks of the process go to the log."""
 
@@ -47,12 +41,12 @@ STACK_DUMP_SHARE = 0.95
 class Raised:
     """An exception of a worker's method, returned to the controller as a value.
 
-    lost_peer   the rank lost another one within a collective, or waited for it too long
+    causes   summaries of the exceptions that it was raised from
     """
 
     summary: str
     frames: str
-    lost_peer: bool = False
+    causes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,9 +152,8 @@ class RankActor:
             sys.stderr.write(redact(traceback.format_exc()))
             if is_disk_full(error):
                 error = name_full_disk(error)
-            summary = summarize_error(error)
-            lost_peer = _LOST_PEER.search(summary) is not None
-            return Raised(summary, shorten_traceback(error), lost_peer)
+            summary, *causes = [summarize_error(each) for each in iter_chain(error)]
+            return Raised(summary, shorten_traceback(error), tuple(causes))
         finally:
             faulthandler.cancel_dump_traceback_later()
 

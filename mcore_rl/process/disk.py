@@ -157,7 +157,7 @@ def name_full_disk(error: BaseException) -> DiskFullError:
     """Return a DiskFullError for any error that reports a full disk."""
     if isinstance(error, DiskFullError):
         return error
-    named = (getattr(each, "filename", None) for each in _iter_chain(error))
+    named = (getattr(each, "filename", None) for each in iter_chain(error))
     path = next((name for name in named if isinstance(name, str)), None)
     if path is not None:
         return DiskFullError(describe_full_disk(path, error))
@@ -234,7 +234,7 @@ def is_disk_full(error: BaseException) -> bool:
         each.errno in _NO_SPACE
         if isinstance(each, OSError) and each.errno
         else _NO_SPACE_TEXT.search(_read_text(each)) is not None
-        for each in _iter_chain(error)
+        for each in iter_chain(error)
     )
 
 
@@ -245,7 +245,7 @@ def _read_text(error: BaseException) -> str:
         return ""
 
 
-def _iter_chain(error: BaseException) -> Iterator[BaseException]:
+def iter_chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error, its cause, the cause of the cause, and so on."""
     seen: set[int] = set()
     cause: BaseException | None = error
@@ -260,7 +260,7 @@ def describe_full_disk(path: str | Path, error: BaseException, what: str = "") -
 
     `what` is put before a path that is only a folder above the file.
     """
-    is_quota = any(isinstance(e, OSError) and e.errno == errno.EDQUOT for e in _iter_chain(error))
+    is_quota = any(isinstance(e, OSError) and e.errno == errno.EDQUOT for e in iter_chain(error))
     reason = "the disk quota is used up" if is_quota else "no space left on device"
     return (
         f"cannot write {what}{path}: {reason}; {describe_filesystem(Path(path).absolute())}. Free"

@@ -6,9 +6,13 @@ import pytest
 
 from mcore_rl.cluster.answers import (
     Rank,
+    RankError,
+    RankFaultError,
+    RankHungError,
     _describe_death,
     _describe_exceptions,
     find_cause_of_death,
+    make_error,
 )
 from mcore_rl.cluster.rank_actor import Raised
 
@@ -58,3 +62,24 @@ def test_of_several_exceptions_the_lowest_rank_is_shown_and_the_others_are_named
         "also raised on: ranks 1, 2",
     ]
     assert "also" not in _describe_exceptions(raised[:1])
+
+
+def raise_on_ranks(*errors: str) -> RankError:
+    raised = [
+        (Rank("trainer", index, Path("log")), Raised(f"RuntimeError: {error}", ""))
+        for index, error in enumerate(errors)
+    ]
+    return make_error("told", raised)
+
+
+def test_one_program_error_is_enough_to_end_the_run() -> None:
+    ecc = "CUDA error: uncorrectable ECC error encountered"
+    access = "CUDA error: an illegal memory access was encountered"
+    lost = "Connection closed by peer"
+    assert type(raise_on_ranks(lost, "shapes differ")) is RankError
+    assert type(raise_on_ranks(ecc, "shapes differ")) is RankError
+    assert type(raise_on_ranks(lost, lost)) is RankHungError
+    fault = raise_on_ranks(lost, ecc, access)
+    assert isinstance(fault, RankFaultError) and not fault.is_doubtful
+    doubtful = raise_on_ranks(access, lost)
+    assert isinstance(doubtful, RankFaultError) and doubtful.is_doubtful

@@ -159,6 +159,61 @@ def test_the_run_ends_once_its_recoveries_are_spent(start: Start, tmp_path: Path
     run.assert_nothing_left()
 
 
+RAISING = """
+from pathlib import Path
+
+import torch
+
+from mcore_rl.algo.registry import losses
+
+
+@losses.register("fails_on_a_gpu")
+def make_failing(config):
+    def fail(tokens):
+        if torch.distributed.get_rank() == 1 and FILES and not FILES.pop().exists():
+            MARK.touch()
+            raise torch.AcceleratorError("CUDA error: SAID")
+        return -tokens.advantages_T * tokens.log_ratio_T.exp(), {}
+
+    return fail
+
+
+MARK = Path("FOLDER/failed_once")
+FILES = [TRIES]
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_a_gpu_that_a_rank_raises_is_recovered(start: Start, tmp_path: Path) -> None:
+    run = start("train", *SETTINGS, "run.steps=2", *fail_on_a_gpu(tmp_path, ECC, "MARK"))
+    assert run.finish() == 0, run.tail()
+    assert [step for step, _ in find_recoveries(run)] == [0]
+    assert "replacing the ranks of trainer: rank 1 " in run.tail(100_000)
+    assert_complete(run, 2)
+
+
+@pytest.mark.slow
+def test_an_error_that_comes_again_is_the_programs(start: Start, tmp_path: Path) -> None:
+    failing = fail_on_a_gpu(tmp_path, "an illegal memory access was encountered", "Path('/no')")
+    run = start("train", *SETTINGS, "run.steps=2", *failing)
+    assert run.finish() == 1, run.tail()
+    assert len(find_recoveries(run)) == 1, run.tail()
+    said = r"AcceleratorError: CUDA error: an illegal memory access .*\n(.*\n)*.* of the program"
+    assert re.search(said, run.tail()), run.tail()
+    run.assert_nothing_left()
+
+
+ECC = "uncorrectable ECC error encountered"
+
+
+def fail_on_a_gpu(folder: Path, said: str, tries: str) -> list[str]:
+    """Return settings of a loss by which rank 1 raises `said`, once if `tries` is "MARK"."""
+    path = folder / "failing_loss.py"
+    source = RAISING.replace("SAID", said).replace("FOLDER", str(folder))
+    path.write_text(source.replace("TRIES", tries))
+    return [f"algorithm.path={path}", "algorithm.loss=fails_on_a_gpu"]
+
+
 @pytest.mark.slow
 def test_fine_tuning_recovers_too(start: Start, tmp_path: Path) -> None:
     settings = ("sft.steps=8", "checkpoint.every_steps=3", "model.init=random")

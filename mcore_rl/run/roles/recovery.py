@@ -4,19 +4,19 @@
     models goes back to the newest state that all have -> engines are linked by the next sync
     -> the work is done again
 
-So the run goes on as if nothing had happened, bit for bit. An error that a rank raises itself ends
-the run: it would come again.
+So the run goes on as if nothing had happened, bit for bit. An error of a rank's program ends the
+run: it would come again. Where an error may be of the GPU or of the program, this is tried once.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from mcore_rl.cluster.answers import GRACE_S, RankLostError
+from mcore_rl.cluster.answers import GRACE_S, RankError, RankLostError
 from mcore_rl.cluster.placement import NoRoomError
 from mcore_rl.logs.progress import say
 from mcore_rl.logs.run_folder import RunFolder
@@ -27,13 +27,13 @@ from mcore_rl.run.roles.colocation import ALL, SharedGpus
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKOFF_S = 2.0
-"""Wait before the second recovery within an hour; it doubles with each further one."""
+"""Wait before the second recovery between two steps; it doubles with each further one."""
 MAX_BACKOFF_S = 60.0
 
 
-def backoff_s(num_recent: int) -> float:
-    """Return the seconds to wait before the last of `num_recent` recoveries within an hour."""
-    return 0.0 if num_recent < 2 else min(BACKOFF_S * 2 ** (num_recent - 2), MAX_BACKOFF_S)
+def backoff_s(num_in_row: int) -> float:
+    """Return the seconds to wait before the last of `num_in_row` recoveries between two steps."""
+    return 0.0 if num_in_row < 2 else min(BACKOFF_S * 2 ** (num_in_row - 2), MAX_BACKOFF_S)
 
 
 class KeptModel(Protocol):
@@ -99,6 +99,10 @@ class RankRecovery:
         self._save: tuple[int, Callable[[], None]] | None = None
         self._trained = _Trained(start_step, _do_nothing)
         self._num_recovered = 0
+        self._num_in_row = 0
+        """Recoveries since a step was trained."""
+        self._doubted: RankLostError | None = None
+        """An error since the last work that succeeded, of a GPU or of the program."""
         self._keep(start_step)
         recovered.settle()
 
@@ -109,6 +113,7 @@ class RankRecovery:
             return trained, self._keep(step)
 
         found = self.repeat(train_and_keep)
+        self._num_in_row = 0
         self._trained = _Trained(step, work)
         return found
 
@@ -123,6 +128,7 @@ class RankRecovery:
                 if self._trained.work is not _do_nothing:
                     self._of.settle()
                     self._trained = _Trained(self._trained.step, _do_nothing)
+                self._doubted = None
                 return found
             except Exception as error:
                 self.recover(error)
@@ -150,13 +156,15 @@ class RankRecovery:
             lost = self._find_losses()
             if not lost:
                 raise error
+            self._refuse_again(lost.values())
             if not self._budget.take(self._most):
                 reason = f"{error}\nrun.recovery.restarts={self._most} within an hour are spent"
                 raise RankLostError(reason) from error
             began_s = now_s()
             reasons = "; ".join(dict.fromkeys(str(loss) for loss in lost.values()))
             _tell(f"replacing the ranks of {' and '.join(sorted(lost))}: {reasons}")
-            time.sleep(backoff_s(self._budget.num_recent))
+            self._num_in_row += 1
+            time.sleep(backoff_s(self._num_in_row))
             try:
                 step = self._go_back(lost)
             except NoRoomError as no_room:
@@ -170,6 +178,16 @@ class RankRecovery:
                 f" ({self._budget.num_recent} of {self._most} within an hour)"
             )
             return
+
+    def _refuse_again(self, losses: Iterable[RankLostError]) -> None:
+        """Raise RankError for the second doubtful error in a row: it is the program's."""
+        doubtful = next((loss for loss in losses if loss.is_doubtful), None)
+        if doubtful is not None and self._doubted is not None:
+            raise RankError(
+                f"{doubtful}\nsuch an error came when the work was done first, too: it is taken for"
+                " one of the program, not of a GPU"
+            ) from self._doubted
+        self._doubted = doubtful or self._doubted
 
     def _find_losses(self) -> dict[str, RankLostError]:
         """Return, by role, why the ranks of a model are lost."""

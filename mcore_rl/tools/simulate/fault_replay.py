@@ -149,6 +149,8 @@ class _Run:
     counts: Counter[str] = field(default_factory=Counter)
     recoveries_s: deque[float] = field(default_factory=deque)
     """Times of recoveries within the last hour."""
+    num_in_row: int = 0
+    """Recoveries since a step was trained."""
     saves: deque[tuple[float, int]] = field(default_factory=deque)
     """Checkpoints: when they are on storage, and their steps."""
     ends_s: list[float] = field(default_factory=list)
@@ -196,7 +198,8 @@ class _Run:
                 raise _RunLostError
             self.recoveries_s.append(self.now_s)
             self.counts["recoveries"] += 1
-            seconds = self.costs.recovery.recovery_s + backoff_s(len(self.recoveries_s))
+            self.num_in_row += 1
+            seconds = self.costs.recovery.recovery_s + backoff_s(self.num_in_row)
             lost_s = self.cut_off(seconds)
             self.spend("recoveries", seconds if lost_s is None else lost_s)
 
@@ -223,6 +226,7 @@ class _Run:
         begin_s = self.now_s
         before = self.spent.copy()
         self.work({"steps": step.work_s, "copies": recovery.keep_s if self.recovers else 0.0})
+        self.num_in_row = 0
         kept_s = self.now_s
         delay_s = kept_s - begin_s - step.work_s
         hidden_s = min(delay_s, step.wait_s) if step.is_beside else 0.0
@@ -253,6 +257,7 @@ class _Run:
         self.spent["steps"] -= again_s
         self.spent["work done again"] += again_s
         self.recoveries_s.clear()
+        self.num_in_row = 0
         seconds = self.costs.restart_s + self.costs.checkpoints.load_s + self.costs.step.refill_s
         seconds += self.costs.recovery.notice_s
         while True:

@@ -312,11 +312,6 @@ class Failures:
             self.ranks_lost.exception()  # asyncio wants it read, and it may come between works
 
     @property
-    def num_recent_recoveries(self) -> int:
-        """Recoveries within an hour, with that of ranks that are lost now."""
-        return self._recoveries.num_recent
-
-    @property
     def seconds_since_loss(self) -> float:
         """Seconds for which ranks have been lost."""
         return self._loop.time() - self._ranks_lost_s
@@ -400,6 +395,8 @@ class SimulatedRecovery:
         self._clock = clock
         self._failures = failures
         self._recovery_s = costs.recovery_s
+        self._num_in_row = 0
+        """Recoveries since a step was trained."""
         self._keep_s = costs.keep_s
         self._forget_links = forget_links
 
@@ -410,6 +407,7 @@ class SimulatedRecovery:
             return trained
 
         trained = self.repeat(train_and_keep)
+        self._num_in_row = 0
         count = float(self._failures.num_recoveries)
         return trained, {"recovery/keep_seconds": self._keep_s, "recovery/count": count}
 
@@ -429,7 +427,8 @@ class SimulatedRecovery:
         self.repeat(work)
 
     def _recover(self) -> None:
-        seconds = self._recovery_s + backoff_s(self._failures.num_recent_recoveries)
+        self._num_in_row += 1
+        seconds = self._recovery_s + backoff_s(self._num_in_row)
         if self._is_beside_sampling:  # nothing else takes time between a loss and this call
             seconds = max(seconds - self._failures.seconds_since_loss, 0.0)
         self._clock.spend("recovery", lambda: seconds)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.answers import RankDiedError, RankLostError
+from mcore_rl.cluster.answers import RankDiedError, RankError, RankFaultError, RankLostError
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.roles import recovery as recovery_module
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
@@ -32,7 +32,10 @@ class NumberModel:
         return self.number
 
     def die(self) -> None:
-        self._loss = RankDiedError(f"{self.role} rank 0 died", [0])
+        self.lose(RankDiedError(f"{self.role} rank 0 died", [0]))
+
+    def lose(self, loss: RankLostError) -> None:
+        self._loss = loss
         self.number = -1
 
     def check(self) -> None:
@@ -177,6 +180,41 @@ def test_an_error_of_the_work_itself_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite"):
         scene.train(1, fail)
     assert scene.calls == []
+
+
+def test_what_may_be_the_gpu_or_the_program_is_tried_once(tmp_path: Path) -> None:
+    doubtful = RankFaultError("an illegal memory access was encountered", is_doubtful=True)
+    wanted = undisturbed(tmp_path, 2)
+    scene = Scene(tmp_path)
+    for step in (1, 2):  # each after work that succeeded
+        trained = scene.train(step, once(lambda: scene.critic.lose(doubtful)))
+        assert trained == wanted[step - 1]
+    with pytest.raises(RankError, match=r"illegal memory access.*\n.*of the program") as raised:
+        scene.train(3, lambda: scene.critic.lose(doubtful))
+    assert not isinstance(raised.value, RankLostError)
+    assert scene.critic.num_restarts == 3
+
+
+def test_the_wait_grows_with_recoveries_between_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(recovery_module, "BACKOFF_S", 2.0)
+    monkeypatch.setattr(recovery_module.time, "sleep", waits.append)
+    scene = Scene(tmp_path, most=20)
+    deaths = [3, 1, 2]  # of a step
+    for step, num_deaths in enumerate(deaths, 1):
+        left = [scene.trainer.die] * num_deaths
+        scene.train(step, lambda left=left: left.pop()() if left else None)
+    assert waits == [0.0, 2.0, 4.0, 0.0, 0.0, 2.0]
+    assert [recovery_module.backoff_s(n) for n in (6, 7, 50)] == [32.0, 60.0, 60.0]
+
+
+def test_a_gpu_that_fails_again_and_again_costs_the_budget(tmp_path: Path) -> None:
+    broken = RankFaultError("uncorrectable ECC error encountered", is_doubtful=False)
+    scene = Scene(tmp_path, most=2)
+    with pytest.raises(RankLostError, match=r"ECC error .*\nrun.recovery.restarts=2 .*spent"):
+        scene.train(1, lambda: scene.critic.lose(broken))
 
 
 def test_a_death_within_a_recovery_is_another_one(tmp_path: Path) -> None:
