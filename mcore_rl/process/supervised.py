@@ -1,6 +1,6 @@
 """Supervises an HTTP server: starts a child process, and restarts it at the same address.
 
-    thread: start --> healthy --> dead, or silent for long --> pause --> start --> ...
+    thread: start --> healthy --> dead, stopped, or silent for long --> pause --> start --> ...
 
 The server ends with this process, however this process ends.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from mcore_rl.process.disk import report_full_disk
 from mcore_rl.process.log_files import read_tail
 from mcore_rl.process.network import open_directly
+from mcore_rl.process.process_state import STOPPED, describe_state
 from mcore_rl.process.safe_path import safe_module
 
 _log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _POLL_S = 0.1
 _LOOK_EVERY_S = 2.0
 _ANSWER_S = 10.0
 _STOP_S = 10.0
+_STOPPED_S = 5.0
+"""A process that is stopped (SIGSTOP) for so long is killed; it would answer nobody."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 _TAIL_LINES = 10
@@ -139,9 +142,15 @@ class SupervisedServer:
         """Return why the server must be restarted, or "" if it is to stop."""
         answered_s = time.monotonic()
         look_s = 0.0
+        ran_s = answered_s
         while not self._stopping.wait(_POLL_S):
             if (status := process.poll()) is not None:
                 return f"ended with status {status}"
+            if describe_state(process.pid) == STOPPED:
+                if time.monotonic() - ran_s > _STOPPED_S:
+                    return f"was stopped for {_STOPPED_S:g} s"
+                continue
+            ran_s = time.monotonic()
             if time.monotonic() < look_s:
                 continue
             if self.is_healthy():

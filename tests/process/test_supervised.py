@@ -68,18 +68,36 @@ def test_a_killed_server_is_started_again_at_its_address(begin: Begin) -> None:
         assert server.pid != killed
 
 
+SILENT = SERVER.replace(
+    "    def do_GET(self):",
+    "    num_asked = 0\n    def do_GET(self):\n        Handler.num_asked += 1\n"
+    "        import time; time.sleep(1000 if Handler.num_asked > 2 else 0)",
+)
+"""It answers twice, and then no more."""
+
+
 def test_a_server_that_falls_silent_is_ended_and_started_again(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervised, "_ANSWER_S", 1.0)
-    server = begin(silent_s=2.0)
+    monkeypatch.setattr(supervised, "_LOOK_EVERY_S", 0.2)
+    server = begin(SILENT, silent_s=2.0)
+    server.wait_healthy(WAIT_S)
+    wait_until(lambda: server.num_restarts == 1, "restart")
+
+
+def test_a_server_that_is_stopped_is_ended_soon_and_started_again(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervised, "_STOPPED_S", 1.0)
+    server = begin(silent_s=1000.0)
     server.wait_healthy(WAIT_S)
     assert server.pid is not None
     silent = psutil.Process(server.pid)
     silent.suspend()
     wait_until(lambda: server.num_restarts == 1, "restart")
     wait_until(server.is_healthy, "answer")
-    assert not silent.is_running()
+    assert not silent.is_running() and "was stopped for 1 s; it is started again" in caplog.text
 
 
 def test_a_stop_ends_the_server_and_what_it_started(begin: Begin) -> None:
