@@ -136,7 +136,10 @@ class SampleStore:
 
     def put(self, group: int, samples: Sequence[Sample]) -> None:
         """Keep the samples of one prompt."""
-        kept = KeptGroup(list(map(_without_tokens, samples)), list(map(self._rows, samples)))
+        self.adopt(group, KeptGroup([*map(_without_tokens, samples)], [*map(self._rows, samples)]))
+
+    def adopt(self, group: int, kept: KeptGroup) -> None:
+        """Keep a group as a store has kept it."""
         rows = kept.rows
         if 0 < self._limit_bytes < self._num_bytes + _sum_memory(rows):
             self._move_out(rows)
@@ -144,6 +147,10 @@ class SampleStore:
             assert group not in self._groups, f"group {group} is kept already"
             self._groups[group] = kept
             self._num_bytes += _sum_memory(rows)
+
+    def find(self, groups: Sequence[int]) -> list[KeptGroup]:
+        """Return groups as they are kept. Raises KeyError as `samples` does."""
+        return [self._find(group, 0) for group in groups]
 
     def drop(self, groups: Sequence[int]) -> None:
         """Forget groups; those that are not there are ignored."""

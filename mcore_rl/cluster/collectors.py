@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_rl.batches.group_files import GroupFile
 from mcore_rl.batches.stored_batch import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.group import IndependentRanks
@@ -156,6 +157,30 @@ class CollectorGroup:
         parts, order = _split_by_store(samples)
         found = [sample for part in await self._call_stores("samples", parts) for sample in part]
         return [found[i] for i in order]
+
+    async def write_groups(
+        self, folder: Path, groups: Mapping[int, Sequence[int]]
+    ) -> dict[int, GroupFile]:
+        """Have stores write groups to files in a folder; return the file of each store.
+
+        groups   their numbers, by store
+
+        Raises RankError if a store cannot, and SamplesLostError if one is lost.
+        """
+        parts = {store: (str(folder), list(own)) for store, own in groups.items()}
+        return dict(zip(parts, await self._call_stores("write_groups", parts), strict=True))
+
+    async def read_groups(
+        self, store: int, folder: Path, file: GroupFile, numbers: Mapping[int, int]
+    ) -> None:
+        """Have a store take the groups of a file, by their numbers there and from now on.
+
+        Raises RankError if it cannot.
+        """
+        deadline_s = self._limits.score_timeout_s
+        await self.call(
+            store, "read_groups", str(folder), file, dict(numbers), deadline_s=deadline_s
+        )
 
     async def apply(
         self, works: Sequence[tuple[TokenWork[T], StoredBatch]]

@@ -7,6 +7,7 @@ checkpoints/     step_000010, critic_000010, ...; an incomplete one has another 
 hf/, critic_hf/  the exported policy and critic
 hf_steps/        exports of earlier steps: step_000010, ...
 profile/         captures of steps, if the recipe asks for them
+kept_samples/    finished samples that no step had when a checkpoint was saved: step_000010, ...
 skipped/         batches of optimizer steps that were left out
 finished.json    the last step, once a command did all it had to do
 parity_check.json
@@ -61,6 +62,7 @@ class RunFolder:
         self.export = self.path / "hf"
         self.critic_export = self.path / "critic_hf"
         self.parity_check = self.path / "parity_check.json"
+        self.kept_samples = self.path / "kept_samples"
         self._finished = self.path / "finished.json"
         self.begun_steps: list[int] = []
         """Steps whose checkpoints this process began to write."""
@@ -93,7 +95,7 @@ class RunFolder:
 
         Returns the checkpoint to continue from. Without `resume` there is none: an earlier run's
         checkpoints are moved aside, so that a later resume does not take them for this run's, and
-        its parity_check.json is deleted.
+        its parity_check.json and its kept samples are deleted.
 
         written        the configuration as plain values, without secrets
         rotate_bytes   size at which the log becomes a segment; 0: never
@@ -108,6 +110,7 @@ class RunFolder:
                 earlier.rename(self.parity_check)
             if not resume:
                 self.parity_check.unlink(missing_ok=True)
+                shutil.rmtree(self.kept_samples, ignore_errors=True)
                 self._finished.unlink(missing_ok=True)
             self.logs.mkdir(parents=True, exist_ok=True)
             OmegaConf.save(OmegaConf.create(dict(written)), self.path / "config.yaml")

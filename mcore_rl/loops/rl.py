@@ -143,6 +143,8 @@ def save_checkpoint(
 ) -> None:
     """Save critic and trainer after `step`, with the positions that the loop had then.
 
+    Samples that were finished in the background and not trained are kept, too.
+
     positions   as take_positions returned them; None: those of now
     """
     state = positions or take_positions(roles)
@@ -152,4 +154,9 @@ def save_checkpoint(
             roles.critic.save(step)
         roles.trainer.save(step, {"step": step, **state})
 
-    save_timed(roles.log, timer, partial(roles.recovery.save, step, save))
+    def keep_and_save() -> None:
+        if roles.background is not None:
+            roles.background.keep(step)
+        roles.recovery.save(step, save)
+
+    save_timed(roles.log, timer, keep_and_save)

@@ -98,6 +98,10 @@ class Background(Protocol):
         """Go on with sampling now that engines serve `version`; return metrics of the pause."""
         ...
 
+    def keep(self, step: int) -> None:
+        """Keep finished samples with the checkpoint of `step`, for a run that is resumed."""
+        ...
+
 
 class BatchStream(Protocol):
     def next_batch(self, num_sequences: int) -> TrainBatch:

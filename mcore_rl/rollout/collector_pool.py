@@ -295,12 +295,17 @@ class CollectorPool:
             self._waiting.append(group)
             return
         handle = self._handles[store]
+        lease = self.adopt(store)
+        self._loads.add(store, group.num_samples / handle.num_engines)
+        handle.begin(group, lease)
+
+    def adopt(self, store: int) -> GroupLease:
+        """Return the place of a new group in a store, which forgets it with the last reference."""
         number = self._next_group
         self._next_group += 1
         lease = GroupLease(store, number)
-        finalize(lease, handle.dropped.append, number).atexit = False
-        self._loads.add(store, group.num_samples / handle.num_engines)
-        handle.begin(group, lease)
+        finalize(lease, self._handles[store].dropped.append, number).atexit = False
+        return lease
 
     def _place_waiting(self) -> None:
         waiting = self._waiting

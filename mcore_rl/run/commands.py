@@ -76,6 +76,7 @@ from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.booked import begin_books, keep_books
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
+from mcore_rl.run.roles.kept_samples import describe_recipe
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
@@ -118,7 +119,8 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         log = make_log(config, folder, config.run.steps, start_step, *shown)
         booked = begin_books(config, inputs.prompts, books, start_step)
         drawn = SamplingOptions.make(config.rollout, config.reward, config.algorithm)
-        sampling = drawn, config.run.seed, run, start_step, booked, weights, log.episodes
+        recipe = describe_recipe(dump_config(config))
+        sampling = drawn, config.run.seed, run, start_step, booked, weights, log.episodes, recipe
         estimate = StoredAdvantages(inputs.advantages, rollouts.apply, has_teacher=needs.teacher)
         drawing = config.rollout, config.eval, log.episodes, weights.revive
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)

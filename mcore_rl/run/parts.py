@@ -61,6 +61,7 @@ from mcore_rl.run.roles.failed_saves import (
     refuse_lost_end,
 )
 from mcore_rl.run.roles.groups import OpenPrompts
+from mcore_rl.run.roles.kept_samples import KeptSamples
 from mcore_rl.run.roles.parity_check import ParityCheck
 from mcore_rl.run.roles.parity_tolerance import ParityTolerance, describe_kernels
 from mcore_rl.run.roles.skipped_steps import SkippedSteps
@@ -279,15 +280,18 @@ def sample_in_background(
     prompts: OpenPrompts,
     weights: EngineSync,
     episodes: EpisodeLog,
+    recipe: str,
 ) -> AbstractContextManager[BackgroundSampler | None]:
     """Return the sampler that draws samples while the trainer trains.
 
-    seed   run.seed
+    seed     run.seed
+    recipe   what samples depend on; see describe_recipe
 
     With rollout.mode=sync, return a context manager that yields None.
     """
     if options.rollout.mode == "sync":
         return nullcontext()
+    kept = KeptSamples(run.folder.kept_samples, recipe, run.rollouts, start_step)
     return BackgroundSampler(
         options,
         seed,
@@ -300,6 +304,7 @@ def sample_in_background(
         weights.revive,
         episodes,
         run.rollouts.ledger,
+        kept,
     )
 
 

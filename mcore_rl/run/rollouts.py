@@ -1,12 +1,16 @@
 """Connects the collectors of a run, which draw, score and store the loop's samples."""
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import zlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from mcore_rl.batches.group_files import GroupFile
 from mcore_rl.cluster.collectors import CollectorGroup
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses, experts_shape, indexer_shape
@@ -31,7 +35,7 @@ from mcore_rl.run.episodes import (
 )
 from mcore_rl.run.images import patch_maker
 from mcore_rl.run.roles.generator import EngineGenerator, rollout_of_evaluations
-from mcore_rl.types import Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
+from mcore_rl.types import GroupLease, Sample, StoredBatch, StoredSample, TokenWork, TrainBatch
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -97,6 +101,29 @@ class Rollouts:
             shown = await self._collectors.samples(failed[:LOGGED_ERRORS])
             log_failures(shown, scores.errors, self._config, self._throttle.describe_held())
         return scores
+
+    async def write_groups(
+        self, folder: Path, leases: Sequence[GroupLease]
+    ) -> Mapping[int, GroupFile]:
+        """Have the stores write groups to files in a folder; return the file of each store."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for lease in leases:
+            groups[lease.store].append(lease.group)
+        return await self._collectors.write_groups(folder, groups)
+
+    async def read_groups(
+        self, folder: Path, file: GroupFile, numbers: Sequence[int]
+    ) -> Mapping[int, GroupLease]:
+        """Have a store take the groups of a file; return where they are now, by their old numbers.
+
+        Files are spread over the stores, as there may be fewer now.
+        """
+        num_stores = len(self._collectors.engines_per_collector)
+        store = zlib.crc32(file.name.encode()) % num_stores
+        leases = {number: self.client.adopt(store) for number in numbers}
+        places = {number: lease.group for number, lease in leases.items()}
+        await self._collectors.read_groups(store, folder, file, places)
+        return leases
 
     def read(self, samples: Sequence[StoredSample]) -> list[Sample]:
         """Bring samples here."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from mcore_rl.batches.assembly import apply_to_stored
 from mcore_rl.batches.episodes import LOSS_MASK, TOKEN_IDS
+from mcore_rl.batches.group_files import GroupFile, read_groups, write_groups
 from mcore_rl.batches.kept_rows import TEACHER_LOGPROBS, ReadRequest, as_response
 from mcore_rl.batches.sample_store import LostSampleError, SampleStore, SpillFiles
 from mcore_rl.config import RolloutConfig
@@ -312,6 +313,22 @@ class CollectorWorker:
         assert self._images is not None, "the model sees no images"
         with self._name_lost():
             return self._images.put(rows)
+
+    def write_groups(self, folder: str, groups: Sequence[int]) -> GroupFile:
+        """Write groups of the store to a file in `folder`. Raises DiskFullError."""
+        with self._name_lost():
+            kept = dict(zip(groups, self._store.find(groups), strict=True))
+        return write_groups(Path(folder) / f"store_{self._number}.pickle", kept)
+
+    def read_groups(self, folder: str, file: GroupFile, numbers: Mapping[int, int]) -> None:
+        """Take groups of a file into the store.
+
+        numbers   of the groups in the file -> here
+
+        Raises ValueError or OSError if the file is damaged or not there.
+        """
+        for number, group in read_groups(Path(folder), file).items():
+            self._store.adopt(numbers[number], group)
 
     def write(self, group_N: Array, index_N: Array, columns: Mapping[str, Array]) -> None:
         with self._name_lost():

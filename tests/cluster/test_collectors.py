@@ -29,6 +29,7 @@ from mcore_rl.rollout.collector_pool import CollectorPool
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.run.roles.advantages import StoredAdvantages
+from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.types import Prompt, StoredColumn, TrainBatch, WeightVersion
 from mcore_rl.types.scores import Scores
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -154,6 +155,26 @@ def test_two_collectors_compute_advantages_of_the_tokens_that_they_hold(
     torch.testing.assert_close(there.advantages_T, expected.advantages_T, rtol=1e-6, atol=1e-6)
     assert there.returns_T is not None and expected.returns_T is not None
     assert torch.equal(there.returns_T, expected.returns_T)
+
+
+def test_groups_come_back_from_the_file_that_a_collector_wrote(
+    scene: Scene, tmp_path: Path
+) -> None:
+    run = scene.run
+    rollouts = Rollouts(scene.pool, scene.group, run, RewardConfig(), has_teacher=False)
+    samples = scene.sample()
+    leases = list({sample.lease: None for sample in samples})
+    numbers = [lease.group for lease in leases]
+    [file] = run(rollouts.write_groups(tmp_path, leases)).values()
+    moved = run(rollouts.read_groups(tmp_path, file, numbers))
+    assert not {lease.group for lease in moved.values()} & set(numbers)
+    again = [replace(sample, lease=moved[sample.lease.group]) for sample in samples]
+    assert run(scene.group.samples(again)) == run(scene.group.samples(samples))
+    (tmp_path / file.name).write_bytes(b"damaged")
+    with pytest.raises(RankError, match=r"store_0.pickle is damaged: its 7 bytes"):
+        run(rollouts.read_groups(tmp_path, file, numbers))
+    with pytest.raises(RankError, match="No such file"):
+        run(rollouts.read_groups(tmp_path / "none", file, numbers))
 
 
 def test_an_unknown_sample_is_refused_by_store(scene: Scene) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from mcore_rl.data.source import ShuffledStream
 from tests.e2e.test_restart import DIED_FOR_GOOD
+from tests.support.books import assert_books_balance
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
@@ -68,14 +69,24 @@ def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: S
 def test_one_step_off_trains_on_every_prompt_in_order_also_across_a_resume(
     start: Start, tmp_path: Path
 ) -> None:
-    """The second run samples again what the first one had begun and not trained on."""
-    common = (*COMMON, "rollout.mode=one_step_off", "rollout.deterministic=true")
-    for num_steps in (2, 5):
-        run = start("train", *common, f"run.steps={num_steps}", run_dir=tmp_path / "run")
-        assert run.finish() == 0, run.tail()
-        run.assert_nothing_left()
+    """The samples that were finished and not trained on are kept: the run is that of one launch."""
+    one_step_off = ("rollout.mode=one_step_off", "rollout.deterministic=true", "run.steps=5")
+    whole = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    first = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "run")
+    first.wait_for("step 2: train", poll_s=0.002)
+    first.process.send_signal(signal.SIGUSR1)
+    assert first.finish() == 75, first.tail()
+    first.assert_nothing_left()
+    run = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "run")
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    assert "4 finished groups of the launch before are kept" in run.log()
+    assert_books_balance(run.run_dir, 5)
+    responses = [[(row["step"], row["response"]) for row in rows_of(each)] for each in (run, whole)]
+    assert responses[0] == responses[1]
     steps = steps_of(run)
-    assert [line["staleness/max"] for line in steps] == [0, 1, 0, 1, 1]
+    assert [line["staleness/max"] for line in steps] == [0, 1, 1, 1, 1]
     assert {line["staleness/partial"] for line in steps} == {0.0}
     assert max(line["logprob_diff/arithmetic"] for line in steps) < 1e-4
     trained = [row["prompt_index"] for row in rows_of(run)][::4]

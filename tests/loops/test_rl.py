@@ -26,8 +26,9 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailureError
-from mcore_rl.loops.rl import run_evaluation, train
+from mcore_rl.loops.rl import run_evaluation, save_checkpoint, train
 from mcore_rl.loops.roles import Roles
 from mcore_rl.process.signals import (
     SIGNAL,
@@ -39,6 +40,7 @@ from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.local_trainer import LocalTrainer
 from mcore_rl.types import Prompt, Sample, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
+from tests.support.prepared import GivenSamples
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
@@ -126,6 +128,16 @@ def test_checkpoints_hold_what_a_later_run_continues_from() -> None:
     assert list(log.values("time/checkpoint")) == [2, 4, 5]
     resumed, log = run(AlgorithmConfig(), steps=5, start_step=5)
     assert not resumed.calls and not log.rows
+
+
+def test_a_save_keeps_samples_of_the_background_before_the_state() -> None:
+    algorithm = AlgorithmConfig()
+    policy = TablePolicy(make_policy_loss(algorithm))
+    log = MemoryLog()
+    background = GivenSamples([], Scores([]))
+    roles = replace(make_roles(policy, algorithm, log, held_out=[]), background=background)
+    save_checkpoint(roles, PhaseTimer(7), 7)
+    assert background.kept == [7] and list(policy.saved) == [7]
 
 
 @dataclass

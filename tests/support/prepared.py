@@ -1,7 +1,7 @@
 """The batch that a step trains on of samples and scores that are given, by table_policy.py."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,16 @@ class GivenSamples:
 
     samples: list[StoredSample]
     scores: Scores
+    kept: list[int] = field(default_factory=list)
+    """Steps whose saves it was told of."""
 
     def take(self, version: WeightVersion) -> tuple[list[StoredSample], Scores, dict[str, float]]:
         return self.samples, self.scores, {}
 
     def pause_for_sync(self) -> None: ...
+
+    def keep(self, step: int) -> None:
+        self.kept.append(step)
 
     def resume(self, version: WeightVersion) -> Mapping[str, float]:
         return {}

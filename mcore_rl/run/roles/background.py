@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Self
 
@@ -32,6 +32,7 @@ from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.run.roles.finished_groups import SampleGroup
 from mcore_rl.run.roles.generator import count_drawn, make_sampling
 from mcore_rl.run.roles.groups import OpenPrompts, make_buffer
+from mcore_rl.run.roles.kept_samples import FinishedGroup, KeptSamples
 from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores, join_scores
 
@@ -60,6 +61,7 @@ class BackgroundSampler:
         revive: Callable[[], Awaitable[bool]],
         episodes: EpisodeLog | None = None,
         ledger: RunLedger | None = None,
+        kept: KeptSamples | None = None,
     ) -> None:
         """`version`: the weights that the engines serve; `seed`: run.seed.
 
@@ -68,6 +70,7 @@ class BackgroundSampler:
                       returns False if no engine is
         episodes      logs which groups begin, and why their episodes end
         ledger        gets prompts that begin again, and those that are replaced
+        kept          finished groups of an earlier launch, and where to keep those of this one
         """
         self._options = options
         self._rollout = rollout = options.rollout
@@ -80,6 +83,7 @@ class BackgroundSampler:
         self._revive = revive
         self._episodes = episodes or EpisodeLog()
         self._ledger = ledger or RunLedger()
+        self._kept = kept
         self._buffer = make_buffer(rollout, version, self._episodes)
         self._max_in_flight = rollout.max_in_flight or max(
             client.max_in_flight, rollout.samples_per_prompt
@@ -87,6 +91,8 @@ class BackgroundSampler:
         self._tasks: dict[SampleGroup, asyncio.Task[None]] = {}
         self._requeued: deque[tuple[int, Prompt]] = deque()
         """Positions and prompts whose samples were lost or dropped; they begin first."""
+        self._passed: deque[SampleGroup] = deque()
+        """Groups that have begun, to keep the order beside kept ones, and are not sampled yet."""
         self._failures = SamplingFailures()
         """No group begins from a failure to the next recovery."""
         self._num_sampling = 0
@@ -129,8 +135,18 @@ class BackgroundSampler:
         self._watched(self._resume(version))
         return {"staleness/restarted": float(self._session.num_cut_off)}
 
+    def keep(self, step: int) -> None:
+        """Keep finished groups with the checkpoint of `step`, whose weights the engines serve."""
+        if self._kept is not None:
+            self._watched(self._keep(self._kept, step))
+
+    async def _keep(self, kept: KeptSamples, step: int) -> None:
+        await kept.write(step, self._buffer.list_finished())
+
     async def _run(self) -> None:
         """Begin groups as long as there is room; never return."""
+        if self._kept is not None:
+            self._take_kept(await self._kept.read())
         try:
             async with (
                 self._client.open(self._max_in_flight, self._notify) as self._session,
@@ -148,11 +164,15 @@ class BackgroundSampler:
             raise failures.exceptions[0] from None
 
     def _has_room(self) -> bool:
-        if self._failures.error is not None or self._session.is_held or self._buffer.room() <= 0:
+        if self._failures.error is not None or self._session.is_held:
+            return False
+        if not self._passed and self._buffer.room() <= 0:
             return False
         return self._session.num_open + self._rollout.samples_per_prompt <= self._max_in_flight
 
     def _begin(self) -> SampleGroup:
+        if self._passed:
+            return self._passed.popleft()
         if self._requeued:
             position, prompt = self._requeued.popleft()
             self._ledger.note_again(position)
@@ -160,9 +180,27 @@ class BackgroundSampler:
             position, prompt = self._prompts.begin()
         return self._buffer.begin(position, prompt)
 
+    def _take_kept(self, kept: Mapping[int, FinishedGroup]) -> None:
+        """Finish the groups of prompts whose samples an earlier launch has kept."""
+        left = dict(kept)
+        position = -1
+        while left and position < max(left):
+            position, prompt = self._prompts.begin()
+            group = self._buffer.begin(position, prompt)
+            found = left.pop(position, None)
+            if found is None or found.samples[0].prompt.token_ids != prompt.token_ids:
+                self._passed.append(group)
+            else:
+                self._ledger.note_sampled(found.samples)
+                self._ledger.note_scored(found.samples, found.scores)
+                self._buffer.finish(group, found.samples, found.scores)
+        self._notify()
+
     def _requeue(self, group: SampleGroup, reason: str = ABORTED, why: str = "") -> None:
         """Begin a prompt again. `why`: for the ledger, if it is not the end of the episodes."""
         self._buffer.remove(group, reason)
+        if group in self._passed:
+            self._passed.remove(group)
         self._requeued.append((group.position, group.prompt))
         self._ledger.give_up(group.position, why or reason)
 

@@ -17,6 +17,7 @@ from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rollout import client as client_module
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.booked import BookedPrompts
+from mcore_rl.run.roles.kept_samples import KeptSamples
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.types import StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
@@ -58,6 +59,7 @@ class BookedSampler:
         state: Mapping[str, Any] | None = None,
         step: int = 0,
         losing: Sequence[int] = (),
+        kept: KeptSamples | None = None,
     ) -> None:
         self.ledger = RunLedger(folder / NAME)
         self.step = step
@@ -77,7 +79,7 @@ class BookedSampler:
             self.ledger.begin(LaunchEntry(step, place.next, place.again, place.rows, seed, *how))
             self.prompts = BookedPrompts(stream, self.ledger)
             given = WeightVersion(step), self.prompts, *rest
-            return BackgroundSampler(drawing, seed, *given, ledger=self.ledger)
+            return BackgroundSampler(drawing, seed, *given, ledger=self.ledger, kept=kept)
 
         self.sampler = Sampler(
             cast(Any, make), loop, score=rollouts.score, **{"kv_cache_len": 64, **options}
