@@ -94,6 +94,10 @@ class RankHungError(RankLostError):
     """Ranks were stopped, or did not answer in time, or waited too long for one another."""
 
 
+class RankStoppedError(RankHungError):
+    """The processes of ranks are stopped (SIGSTOP)."""
+
+
 class RankDiedError(RankLostError):
     """The processes of the ranks with the numbers `ranks` are gone."""
 
@@ -197,12 +201,12 @@ class Answers:
         return seconds if self._stopped is None else min(seconds, self._stopped.interval_s)
 
     def _refuse_stopped(self) -> None:
-        """Raise RankHungError if the process of a rank without an answer is stopped for long."""
+        """Raise RankStoppedError if the process of a rank without an answer is stopped for long."""
         if self._stopped is None or not self._stopped.is_due:
             return
         late = [rank for rank in self._pending.values() if rank.pid is not None]
         if lines := self._stopped.look(late):
-            raise RankHungError("\n".join(f"{line} during {self._method}" for line in lines))
+            raise RankStoppedError("\n".join(f"{line} during {self._method}" for line in lines))
 
     def _seconds_left(self) -> float:
         return 0.0 if self._died else self._until - time.monotonic()

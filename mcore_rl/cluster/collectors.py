@@ -6,17 +6,19 @@ process and `restart` builds an empty collector there; otherwise the other colle
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.batches.group_files import GroupFile
 from mcore_rl.batches.stored_batch import home_of
-from mcore_rl.cluster.answers import RankDiedError, RankError
+from mcore_rl.cluster.answers import RankDiedError, RankError, RankStoppedError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.stores import StoreHandles, share_array
+from mcore_rl.config.deadlines import STOPPED_S
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.lost_samples import SamplesLostError, join_losses
 from mcore_rl.process.process_state import RestartBudget
@@ -44,6 +46,7 @@ class CollectorLimits:
     score_timeout_s     for the scores of samples
     startup_timeout_s   for a process to be built
     restarts            of each collector in an hour; the next death on a living node ends the run
+    stopped_s           how long its process may be stopped (SIGSTOP) before it is killed
     """
 
     call_timeout_s: float
@@ -51,6 +54,7 @@ class CollectorLimits:
     score_timeout_s: float
     startup_timeout_s: float
     restarts: int = 3
+    stopped_s: float | None = STOPPED_S
 
 
 class CollectorGroup:
@@ -215,6 +219,23 @@ class CollectorGroup:
             deadline_s = self._limits.call_timeout_s
         return await self._group.call_one_async(k, method, *args, deadline_s=deadline_s)
 
+    async def poll_events(
+        self, k: int, wait_s: float, gather_s: float, deadline_s: float
+    ) -> CollectorEvents:
+        """Call `poll_events` of collector `k`. Its process is killed if it is stopped for long.
+
+        Raises RankDiedError if the process is gone.
+        """
+        call = "poll_events", wait_s, gather_s
+        stopped_s = self._limits.stopped_s
+        try:
+            return await self._group.call_one_async(
+                k, *call, deadline_s=deadline_s, stopped_s=stopped_s
+            )
+        except RankStoppedError as stopped:
+            self._group.kill_process(k)
+            raise RankDiedError(f"{stopped}, and is killed", [k]) from stopped
+
     @property
     def call_timeout_s(self) -> float:
         return self._limits.call_timeout_s
@@ -274,7 +295,8 @@ class RemoteCollector:
 
     async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
         deadline_s = wait_s + gather_s + self._group.call_timeout_s
-        return await self._call("poll_events", wait_s, gather_s, deadline_s=deadline_s)
+        with _tell_loss():
+            return await self._group.poll_events(self._number, wait_s, gather_s, deadline_s)
 
     async def hold(self, session: int, cut_off: bool) -> int:
         return await self._call("hold", session, cut_off, deadline_s=self._group.hold_timeout_s)
@@ -286,16 +308,21 @@ class RemoteCollector:
         return await self._call("idle_seconds")
 
     async def restart(self, first_group: int) -> bool:
-        try:
+        with _tell_loss():
             return await self._group.restart(self._number, first_group)
-        except RankDiedError as error:
-            raise CollectorLostError(str(error)) from None
 
     async def _call(self, method: str, *args: object, deadline_s: float | None = None) -> Any:
-        try:
+        with _tell_loss():
             return await self._group.call(self._number, method, *args, deadline_s=deadline_s)
-        except RankDiedError as error:
-            raise CollectorLostError(str(error)) from None
+
+
+@contextmanager
+def _tell_loss() -> Iterator[None]:
+    """Raise CollectorLostError for a process that is gone."""
+    try:
+        yield
+    except RankDiedError as error:
+        raise CollectorLostError(str(error)) from None
 
 
 def _split_by_store(

@@ -158,13 +158,23 @@ class RankGroup:
         refs = [actor.call.remote(deadline_s, method, *args) for actor, args in pairs]
         return self.finish(self._expect(method, refs, deadline_s))
 
-    async def call_one_async(self, rank: int, method: str, *args: object, deadline_s: float) -> Any:
-        """Make a call on one rank, without blocking the event loop; return its answer."""
+    async def call_one_async(
+        self,
+        rank: int,
+        method: str,
+        *args: object,
+        deadline_s: float,
+        stopped_s: float | None = None,
+    ) -> Any:
+        """Make a call on one rank, without blocking the event loop; return its answer.
+
+        stopped_s   how long its process may be stopped meanwhile; None: until the deadline
+        """
         if self._failed is not None:
             raise self._failed
         ref = self._actors[rank].call.remote(deadline_s, method, *args)
         try:
-            answers = Answers(method, [ref], [self.ranks[rank]], deadline_s)
+            answers = Answers(method, [ref], [self.ranks[rank]], deadline_s, stopped_s)
             return (await answers.wait_async())[0]
         except RankError as error:
             self._fail(error)
@@ -448,6 +458,10 @@ class IndependentRanks(RankGroup):
         """Kill the processes of some ranks, and their children."""
         for rank in ranks:
             ray.kill(self._actors[rank])
+
+    def kill_process(self, rank: int) -> None:
+        """Kill the process of a rank, which Ray starts again where ranks return."""
+        ray.kill(self._actors[rank], no_restart=False)
 
     def call_living(self, ranks: Sequence[int], method: str, *, deadline_s: float) -> None:
         """Make a call on some ranks; ignore ranks that died meanwhile. Raises RankError."""

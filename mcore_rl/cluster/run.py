@@ -328,6 +328,7 @@ def _limit_collectors(
         score_timeout_s=deadlines.score,
         startup_timeout_s=run.startup_timeout_s,
         restarts=rollout.restarts,
+        stopped_s=None if run.debug else limit_stopped(run.call_timeout_s),
     )
 
 

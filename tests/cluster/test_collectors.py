@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -221,6 +223,32 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
     whole = scene.group.stores.assemble(make_stored_batch(samples, WeightVersion(1)))
     assert whole.token_ids_T.tolist()[:5] == [1, 2, 10, 11, 12]
     scene.group.close()
+
+
+@pytest.mark.slow
+def test_a_collector_that_is_stopped_is_killed_and_costs_its_samples_only(
+    session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path)
+    limits = replace(scene.group._limits, stopped_s=2.0)
+    monkeypatch.setattr(scene.group, "_limits", limits)
+    before = scene.sample()
+    [pid] = scene.group._group.pids()
+    os.kill(pid, signal.SIGSTOP)
+    began_s = time.monotonic()
+    scene.run(asyncio.wait_for(_wait_for_loss(scene.pool), 30))
+    assert time.monotonic() - began_s < 15
+    assert all(map(scene.pool.is_lost, before))
+    samples = scene.sample()
+    assert len(samples) == 6 and not any(map(scene.pool.is_lost, samples))
+    assert scene.group._group.pids() != [pid] and not psutil.pid_exists(pid)
+    scene.group.close()
+    scene.loop.close()
+
+
+async def _wait_for_loss(pool: CollectorPool) -> None:
+    while not pool.num_losses:
+        await asyncio.sleep(0.1)
 
 
 @pytest.mark.slow
