@@ -1,7 +1,8 @@
 """Runs a collector on each node that has engines; the controller calls them as one group.
 
-If a collector's process dies, only its samples are lost. While the node is alive, Ray restarts the
-process and `restart` builds an empty collector there; otherwise the other collectors go on alone.
+If a collector's process dies, only its samples are lost. Ray restarts the process, and `restart`
+builds an empty collector there: on its node or, if that is lost, on another node with room. Without
+room the other collectors go on alone.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from mcore_rl.batches.stored_batch import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError, RankStoppedError
 from mcore_rl.cluster.group import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes
+from mcore_rl.cluster.placement import ROOM_S, find_room
 from mcore_rl.cluster.stores import StoreHandles, share_array
 from mcore_rl.config.deadlines import STOPPED_S
 from mcore_rl.planning.slots import Slot
@@ -71,14 +73,17 @@ class CollectorGroup:
         for slots in engine_slots:
             nodes.setdefault(slots[0].node, replace(slots[0], bundle={"CPU": 0}, sharers=0))
         self._nodes = list(nodes)
+        self._slots = list(nodes.values())
         self._home = [self._nodes.index(slots[0].node) for slots in engine_slots]
         self._group = IndependentRanks(
-            "collector", list(nodes.values()), log_dir, threads=THREADS, returns=True
+            "collector", self._slots, log_dir, threads=THREADS, returns=True
         )
         self._limits = limits
         self._building: Any = None
         self._spec: CollectorSpec | None = None
         self._connections: list[tuple[Any, ...]] = []
+        self.engines_of: list[list[str]] = []
+        """Urls of the engines that each collector asks first, as they were at the start."""
         self._budgets = [RestartBudget() for _ in self._nodes]
         self._gone: set[int] = set()
         self.stores = StoreHandles(self._group.actors, limits.call_timeout_s)
@@ -95,17 +100,24 @@ class CollectorGroup:
     ) -> None:
         """Wait until the collectors are built; tell them their engines and the served models."""
         self._group.finish(self._building)
-        by_node = [
+        self.engines_of = [
             [e.url for e, home in zip(engines, self._home, strict=True) if home == k]
             for k in range(len(self._nodes))
         ]
-        self._connections = [(tuple(engines), urls, dict(served), self.stores) for urls in by_node]
+        self._connections = [
+            (tuple(engines), urls, dict(served), self.stores) for urls in self.engines_of
+        ]
         deadline_s = self._limits.call_timeout_s
         self._group.call_each("connect", self._connections, deadline_s=deadline_s)
 
-    @property
-    def engines_per_collector(self) -> list[int]:
-        return [self._home.count(k) for k in range(len(self._nodes))]
+    def find_home(self, engine: int) -> int:
+        """Return the collector that asks an engine first, which may have moved to another node.
+
+        It is the one that did before. If that is gone, it is one that is not, in turn.
+        """
+        there = [k for k in range(len(self._nodes)) if k not in self._gone]
+        home = self._home[engine]
+        return home if home in there or not there else there[engine % len(there)]
 
     def list_calls(self) -> list["RemoteCollector"]:
         """Return the collectors, each as rollout.collector.CollectorCalls."""
@@ -116,13 +128,14 @@ class CollectorGroup:
         return self._group.first_of_nodes()
 
     async def restart(self, k: int, first_group: int) -> bool:
-        """Build a lost collector anew, without samples; return False if its node is gone.
+        """Build a lost collector anew, without samples; return False if its node is gone and no
+        other one has room.
 
         Groups with numbers below `first_group` are lost. Raises RankError if the build fails, or if
         the collector has died too often.
         """
         building = asyncio.create_task(self._build_anew(k, first_group))
-        leaving = asyncio.create_task(self._wait_for_loss_of_node(k))
+        leaving = asyncio.create_task(self._wait_until_gone(k))
         try:
             await asyncio.wait([building, leaving], return_when=asyncio.FIRST_COMPLETED)
             if building.done():
@@ -133,7 +146,7 @@ class CollectorGroup:
             leaving.cancel()
             await asyncio.gather(building, leaving, return_exceptions=True)
         self._gone.add(k)
-        _log.warning("%s is gone with its node", self._group.ranks[k])
+        _log.warning("%s is gone with its node, and no other one has room", self._group.ranks[k])
         return False
 
     async def score(self, samples: Sequence[StoredSample]) -> Scores:
@@ -267,20 +280,30 @@ class CollectorGroup:
         budget = self._budgets[k]
         if not budget.take(limits.restarts):
             await asyncio.sleep(NODE_LOSS_SHOWS_S)
-            deaths = budget.num_recent + 1
-            times = "once" if deaths == 1 else f"{deaths} times within an hour"
-            raise RankError(f"{rank} died {times}; see the end of its log")
+            if await self._is_node_there(k):
+                deaths = budget.num_recent + 1
+                times = "once" if deaths == 1 else f"{deaths} times within an hour"
+                raise RankError(f"{rank} died {times}; see the end of its log")
         counts = (budget.num_recent, limits.restarts)
         _log.warning("%s died; started again, %d of %d in an hour", rank, *counts)
         await self._group.wait_for_process(k, limits.startup_timeout_s)
         args = (self._spec, k, first_group, share_array)
         await self._group.build_one(k, CollectorWorker, args, limits.startup_timeout_s)
         await self.call(k, "connect", *self._connections[k])
+        node = await self._group.find_node(k, limits.call_timeout_s)
+        if node != self._nodes[k]:
+            self._nodes[k] = node
+            _log.warning("%s is gone with its node; it goes on as %s", rank, self._group.ranks[k])
 
-    async def _wait_for_loss_of_node(self, k: int) -> None:
-        """Return once Ray has lost the collector's node."""
-        while self._nodes[k] in [node.id for node in await asyncio.to_thread(list_alive_nodes)]:
+    async def _wait_until_gone(self, k: int) -> None:
+        """Return once Ray has lost the collector's node and finds no room for it elsewhere."""
+        while await self._is_node_there(k):
             await asyncio.sleep(NODE_POLL_S)
+        if await find_room([self._slots[k]], ROOM_S):
+            await asyncio.Event().wait()  # Ray starts its process there.
+
+    async def _is_node_there(self, k: int) -> bool:
+        return self._nodes[k] in [node.id for node in await asyncio.to_thread(list_alive_nodes)]
 
 
 class RemoteCollector:

@@ -1,30 +1,37 @@
 """Runs SGLang engines as Ray actors: takes their specs, returns the addresses of healthy engines.
 
-EngineGroup     the engines of one model; servers are watched and, within limits, restarted
+EngineGroup     the engines of one model; servers are watched and, within limits, restarted; an
+                engine of a lost node moves to another
 ServedEngines   the engine groups of judge, reward model and teacher, by role
 """
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mcore_rl.cluster.answers import Answers, RankDiedError
+from mcore_rl.cluster.answers import Answers, RankDiedError, RankError
 from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS, IndependentRanks
+from mcore_rl.cluster.placement import ROOM_S, find_room
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.config.deadlines import STOPPED_S, answer_s, limit_batch
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState, JoinedEngine
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.rollout.served_models import TEXT_ROLES, ServedEndpoint, find_dtype
 from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
+ROOM_POLL_S = 10.0
+"""How often to look for room for an engine whose node is lost, once there was none."""
 
 
 KEEP_WEIGHTS = ("--enable-weights-cpu-backup",)
@@ -38,6 +45,9 @@ class EngineGroup:
     `health` exists once the engines are built; `watch` and `look` keep it up to date. Calls raise
     RankError if a worker raises or does not answer in time, if a server died and may not be
     restarted, or if more engines are lost with their nodes than `min_engines` allows.
+
+    With `moves`, an engine whose worker is lost is started again where Ray has moved its slots; it
+    joins `health` under its new address.
     """
 
     health: EngineHealth
@@ -50,14 +60,22 @@ class EngineGroup:
         role: str = "engine",
         weights_stay: bool = False,
         min_engines: int | None = None,
+        moves: bool = False,
     ) -> None:
         """Start the workers' processes, without waiting for them.
 
         `slots` holds, for each engine, one slot per machine. `role` names workers and logs.
         `weights_stay`: a restarted engine loads its weights from disk and needs no weight sync.
         When workers are lost, the run goes on with `min_engines` engines or more; None: all.
+        `moves`: they are started again on other nodes, or on theirs if it lives.
         """
         self._weights_stay = weights_stay
+        self._moves = moves
+        self._slots = slots
+        self._moving: dict[int, asyncio.Task[None]] = {}
+        self._budgets = [RestartBudget() for _ in slots]
+        self.find_home: Callable[[int], int] = lambda engine: 0
+        """Returns the number of the collector that asks an engine first."""
         self._min_engines = len(slots) if min_engines is None else min_engines
         self._lost: set[int] = set()
         self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
@@ -90,11 +108,12 @@ class EngineGroup:
             meeting_points = []
         if not gpu_ids and self._has_gpus:
             gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
+        self._specs = specs
+        self._max_restarts = max_restarts
+        self._startup_timeout_s = timeout_s
+        self._limits = (timeout_s, max_restarts, stopped_s, node_address)
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
-        args = [
-            (spec, engine, timeout_s, max_restarts, stopped_s, node_address)
-            for engine, spec in server_specs
-        ]
+        args = [(spec, engine, *self._limits) for engine, spec in server_specs]
         self._building = self._group.start_build(EngineWorker, args, answer_s(timeout_s))
 
     def wait_built(self) -> list[EngineAddress]:
@@ -132,6 +151,7 @@ class EngineGroup:
             await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _look(self, deadline_s: float) -> None:
+        self._take_moved()
         engines = [e for e in range(len(self._nodes_per_engine)) if e not in self._lost]
         servers = self._list_servers()
         answers = await self._group.gather_living(
@@ -152,15 +172,101 @@ class EngineGroup:
                 self._restarts[engine] = RestartCounts(fewest, state.restarts)
                 self.health.note([state])
 
+    def _take_moved(self) -> None:
+        """Forget moves that have ended; raise the error of one after which too few are left."""
+        for engine, moving in list(self._moving.items()):
+            if moving.done():
+                del self._moving[engine]
+                moving.result()
+
     def _lose(self, engine: int, servers: Sequence[int], error: RankDiedError) -> None:
-        """Go on without an engine. Raises `error` if fewer than min_engines would be left."""
+        """Begin to move an engine whose worker is lost, or go on without it.
+
+        Raises `error` if fewer than min_engines would be left.
+        """
+        if engine in self._lost:  # another watch has seen it
+            return
         self._lost.add(engine)
         self._group.kill_ranks(servers)
+        assert self._addresses is not None, "engines are watched once they are built"
+        self.health.lose(self._addresses[engine].url, str(error))
+        if self._moves and self._budgets[engine].take(self._max_restarts):
+            self.health.num_coming += 1
+            self._moving[engine] = asyncio.create_task(self._move(engine, error))
+        else:
+            self._go_on_without(engine, error)
+
+    def _go_on_without(self, engine: int, error: RankError, why: str = "") -> None:
         num_left = len(self._nodes_per_engine) - len(self._lost)
         if num_left < self._min_engines:
             raise error
-        assert self._addresses is not None, "engines are watched once they are built"
-        self.health.lose(self._addresses[engine].url, f"{error}; {num_left} engines are left")
+        _log.warning("engine %d is left out%s; %d engines are left", engine, why, num_left)
+
+    async def _move(self, engine: int, error: RankDiedError) -> None:
+        """Start an engine where Ray has moved its slots, or as soon as Ray finds room for them.
+
+        Raises `error` if that fails, and fewer than min_engines are left.
+        """
+        slots = self._slots[engine]
+        if not await find_room(slots, ROOM_S):
+            self.health.num_coming -= 1
+            why = f": no node has had room for it for {ROOM_S:g} s; it is started once one has"
+            self._go_on_without(engine, error, why)
+            while not await find_room(slots, 0.0):
+                await asyncio.sleep(ROOM_POLL_S)
+            self.health.num_coming += 1
+        try:
+            address = await self._start_again(engine)
+        except RankError as failed:
+            self._go_on_without(engine, failed, f", as it did not start elsewhere: {failed}")
+        else:
+            self._let_join(engine, address)
+        finally:
+            self.health.num_coming -= 1
+
+    async def _start_again(self, engine: int) -> EngineAddress:
+        """Start an engine in its slots; return its address once it is healthy. Raises RankError."""
+        ranks = self._list_servers()[engine]
+        timeout_s = self._startup_timeout_s
+        before = self._name_nodes(ranks)
+        self._group.replace_ranks(dict(zip(ranks, self._slots[engine], strict=True)))
+        for rank in ranks:
+            await self._group.find_node(rank, timeout_s)
+        _log.warning("engine %d moves from %s to %s", engine, before, self._name_nodes(ranks))
+        points, gpu_ids = [], []
+        if len(ranks) > 1:
+            points = await self._group.ask_meeting_points(ranks, timeout_s)
+        if self._has_gpus:
+            gpu_ids = list(chain(*await self._group.ask_gpus(ranks, timeout_s)))
+        servers = plan_servers([self._specs[engine]], [len(ranks)], points, gpu_ids)
+        builds = [
+            self._group.build_one(
+                rank, EngineWorker, (spec, engine, *self._limits), answer_s(timeout_s)
+            )
+            for rank, (_, spec) in zip(ranks, servers, strict=True)
+        ]
+        await asyncio.gather(*builds)
+        return await self._group.call_one_async(
+            ranks[0], "address", deadline_s=self._call_timeout_s
+        )
+
+    def _let_join(self, engine: int, address: EngineAddress) -> None:
+        """Have an engine that was started again be watched and linked, at its new address."""
+        assert self._addresses is not None
+        before = self._addresses[engine].url
+        self._addresses[engine] = address
+        self._restarts[engine] = RestartCounts(0, 0)
+        self._lost.discard(engine)
+        self.health.leave(before)
+        self.health.join(
+            JoinedEngine(address, self.find_home(engine)), "it has no weights of a sync yet"
+        )
+        _log.warning("engine %d is up at %s; it serves after a weight sync", engine, address.url)
+
+    def _name_nodes(self, ranks: Sequence[int]) -> str:
+        """Return the nodes of an engine's servers as messages name them."""
+        nodes = dict.fromkeys(self._group.ranks[rank].node for rank in ranks)
+        return " and ".join(f"node {node}" if node else "this node" for node in nodes)
 
     def _list_servers(self) -> list[range]:
         """Return the ranks of each engine's workers."""

@@ -407,6 +407,39 @@ def _describe_coordinate(coordinate: object) -> str:
 class IndependentRanks(RankGroup):
     """Ranks that do not wait for one another: the failure of one leaves the others as they are."""
 
+    def replace_ranks(self, ranks: Mapping[int, Slot]) -> None:
+        """Start processes in place of those of some ranks, which are killed if they still live."""
+        for k, slot in ranks.items():
+            ray.kill(self._actors[k])
+            self._actors[k] = start_actor(self.ranks[k], slot, None, threads=1)
+            self.ranks[k] = self.ranks[k].name_process(slot.node, self._actors[k].pid.remote())
+
+    async def find_node(self, rank: int, deadline_s: float) -> str:
+        """Return Ray's id of the node of a rank, which may not be that of the start.
+
+        Messages name it from now on.
+        """
+        [node] = await self._ask([rank], "node_id", deadline_s)
+        names = await asyncio.to_thread(_name_nodes)
+        self.ranks[rank] = replace(self.ranks[rank], node_id=node, node=names.get(node, ""))
+        return node
+
+    async def ask_gpus(self, ranks: Sequence[int], deadline_s: float) -> list[tuple[str, ...]]:
+        """Return the GPUs of its machine that Ray assigned to each of some ranks."""
+        return await self._ask(ranks, "gpu_ids", deadline_s)
+
+    async def ask_meeting_points(
+        self, ranks: Sequence[int], deadline_s: float
+    ) -> list[tuple[str, int]]:
+        """Return (address, free port) of the machines of some ranks; see find_meeting_points."""
+        return await self._ask(ranks, "find_meeting_point", deadline_s)
+
+    async def _ask(self, ranks: Sequence[int], question: str, deadline_s: float) -> list[Any]:
+        """Return what the actors of some ranks answer before they have a worker."""
+        refs = [getattr(self._actors[rank], question).remote() for rank in ranks]
+        asked = [self.ranks[rank] for rank in ranks]
+        return await Answers("start-up", refs, asked, deadline_s).wait_async()
+
     async def build_one(
         self, rank: int, worker_cls: type, args: Sequence[Any], deadline_s: float
     ) -> None:

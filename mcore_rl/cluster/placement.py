@@ -1,5 +1,6 @@
 """Reserves slots in the Ray cluster for bundles, and reports where ranks and engines are."""
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -127,6 +128,16 @@ def wait_for_room(slots: Sequence[Slot]) -> None:
                 " spare node (launch.nodes) goes on there"
             )
         time.sleep(POLL_S)
+
+
+async def find_room(slots: Sequence[Slot], timeout_s: float) -> bool:
+    """Return whether the bundles of all slots lie on living nodes within `timeout_s`."""
+    until_s = time.monotonic() + timeout_s
+    while not await asyncio.to_thread(_are_placed, slots):
+        if time.monotonic() > until_s:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True
 
 
 def _are_placed(slots: Sequence[Slot]) -> bool:

@@ -255,8 +255,11 @@ def run_processes(
         trainer, critic = _start_models(config.run, config.profile, slots, log_dir)
         engines = None
         if size.engines:
-            least = config.rollout.min_engines
-            engines = EngineGroup(slots.engines, log_dir, timeout_s, min_engines=least)
+            engines = EngineGroup(
+                *(slots.engines, log_dir, timeout_s),
+                min_engines=config.rollout.min_engines,
+                moves=not config.cluster.colocated,
+            )
         collectors = None
         if collector is not None:
             served = config.served_groups.values()

@@ -26,6 +26,7 @@ from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
+from mcore_rl.rollout.slots import Slots
 from mcore_rl.rollout.transport import (
     AbortedError,
     EngineTransport,
@@ -123,12 +124,39 @@ class EngineSet:
         health: EngineHealth,
         own: Collection[str],
         migration_gap: int,
+        home: int | None = None,
     ) -> None:
         """See RolloutClient; `migration_gap` as in Migration."""
         self.health = health
-        self._engines = [EngineLoad(address) for address in addresses]
-        self.own = [e for e in self._engines if not own or e.address.url in own]
+        self._loads = {address.url: EngineLoad(address) for address in addresses}
+        self._first = list(addresses)
+        self._first_own = [a for a in addresses if not own or a.url in own]
+        self._home = home
         self.migration = Migration(migration_gap)
+        self._follow()
+
+    def list_own(self) -> list[EngineLoad]:
+        """Return the engines that the client asks first, without those that have left."""
+        if self._num_changes != self.health.num_changes:
+            self._follow()
+        return self._own
+
+    def _list_all(self) -> list[EngineLoad]:
+        if self._num_changes != self.health.num_changes:
+            self._follow()
+        return self._engines
+
+    def _follow(self) -> None:
+        """Take in which engines have come and left."""
+        self._num_changes = self.health.num_changes
+        self._engines = self._find_loads(self.health.list_current(self._first))
+        self._own = self._find_loads(self.health.list_current(self._first_own, self._home))
+
+    def _find_loads(self, addresses: Sequence[EngineAddress]) -> list[EngineLoad]:
+        """Return the load of each engine; make that of an engine which has just come."""
+        for address in addresses:
+            self._loads.setdefault(address.url, EngineLoad(address))
+        return [self._loads[address.url] for address in addresses]
 
     def pick(
         self,
@@ -142,11 +170,11 @@ class EngineSet:
         a dead engine may not be known as such yet. Engines that already failed it come last, those
         with a full KV cache next to last. Raises RolloutError if no engine serves.
         """
-        own = [engine for engine in self._list_serving(self.own) if engine not in failed]
-        serving = own or self._list_serving(self._engines)
+        own = [engine for engine in self._list_serving(self.list_own()) if engine not in failed]
+        serving = own or self._list_serving(self._list_all())
         if not serving:
             reasons = "; ".join(
-                f"{e.address}: {self.health.why_out(e.address.url)}" for e in self._engines
+                f"{e.address}: {self.health.why_out(e.address.url)}" for e in self._list_all()
             )
             raise RolloutError(f"no engine in rotation for {request}: {reasons}")
         candidates: Sequence[EngineLoad]
@@ -163,11 +191,11 @@ class EngineSet:
 
     def balance(self, transport: EngineTransport) -> None:
         """Move a response to an engine with less to do, if the engines differ enough."""
-        self.migration.maybe_move(self._list_serving(self.own), transport)
+        self.migration.maybe_move(self._list_serving(self.list_own()), transport)
 
     async def abort_all(self, transport: EngineTransport) -> None:
         """Have the engines end their requests; those that do not answer let them fail."""
-        for engine in self._engines:
+        for engine in self._loads.values():
             if engine.num_in_flight:
                 await transport.abort_all(engine.address)
 
@@ -193,7 +221,7 @@ class RolloutSession:
         self._num_tries = num_tries
         self._admission = admission
         self._on_done = on_done
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._slots = Slots(max_in_flight)
         self._may_post = asyncio.Event()
         self._may_post.set()
         self._num_posted = 0
@@ -207,6 +235,10 @@ class RolloutSession:
     @property
     def is_held(self) -> bool:
         return not self._may_post.is_set()
+
+    def resize(self, max_in_flight: int) -> None:
+        """Change the bound of the requests at once."""
+        self._slots.resize(max_in_flight)
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -352,24 +384,27 @@ class RolloutClient:
         transport: OpenTransport,
         health: EngineHealth | None = None,
         own: Collection[str] = (),
+        home: int | None = None,
     ) -> None:
         """Raises ValueError without an engine.
 
         `transport` is opened for each session. `health` says before each request which engines
         serve; None: all of them, always. Engines whose urls are in `own` come first, the others
-        only where none of these serves; empty: all.
+        only where none of these serves; empty: all. Of the engines that join later, those of the
+        collector `home` come first; None: all.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")
         health = health or EngineHealth([address.url for address in engines])
-        self._engines = EngineSet(engines, health, own, config.migration_gap)
+        self._engines = EngineSet(engines, health, own, config.migration_gap, home)
         self._config = config
         self._transport = transport
+        self._home = home
 
     @property
     def max_in_flight(self) -> int:
         """Requests at once, all engines together."""
-        return self._config.max_concurrency * len(self._engines.own)
+        return self._config.max_concurrency * len(self._engines.list_own())
 
     @property
     def num_moved(self) -> int:
@@ -378,7 +413,7 @@ class RolloutClient:
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
-        return fmean(engine.idle_s for engine in self._engines.own)
+        return fmean([engine.idle_s for engine in self._engines.list_own()] or [0.0])
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -402,10 +437,13 @@ class RolloutClient:
             if not self._config.min_free_kv:
                 yield RolloutSession(self._engines, transport, num_tries, most, on_done)
                 return
-            addresses = [engine.address for engine in self._engines.own]
-            monitor = FreeKvMonitor(transport.free_kv, addresses, self._engines.health)
+            addresses = [engine.address for engine in self._engines.list_own()]
+            monitor = FreeKvMonitor(
+                transport.free_kv, addresses, self._engines.health, home=self._home
+            )
             admission = KvAdmission(
-                monitor, self._engines.own, self._config.min_free_kv, self._config.kv_cache_len
+                *(monitor, self._engines.list_own),
+                *(self._config.min_free_kv, self._config.kv_cache_len),
             )
             watching = asyncio.create_task(monitor.watch())
             try:

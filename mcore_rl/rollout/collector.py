@@ -43,7 +43,7 @@ class GroupRequest:
 class CollectorCommands:
     """Commands to a collector, which carries them out in the order of the fields.
 
-    sessions   bound of the requests at once, by number of a session that is opened
+    sessions   bound of the requests at once, by number of a session that is opened or open
     rotation   which engines get requests; None if nothing has changed
     drop       groups whose samples nobody needs any more
     cancel     groups that are not to be finished
@@ -134,7 +134,10 @@ class Collector:
         if commands.rotation is not None:
             self._health.follow(commands.rotation)
         for number, max_in_flight in commands.sessions.items():
-            await self._open(number, max_in_flight)
+            if number in self._sessions:
+                self._sessions[number][0].resize(max_in_flight)
+            else:
+                await self._open(number, max_in_flight)
         for request in commands.begin:
             self._session_of[request.group] = request.session
             self._tasks[request.group] = asyncio.create_task(self._collect(request))

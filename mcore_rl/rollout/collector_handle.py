@@ -39,6 +39,7 @@ class CollectorHandle:
     """
 
     def __init__(self, collector: CollectorCalls, num_engines: int) -> None:
+        """`num_engines`: those that the collector asks first."""
         self.collector = collector
         self.num_engines = num_engines
         self.dropped: deque[int] = deque()
@@ -70,11 +71,11 @@ class CollectorHandle:
         self._cut_offs = {}
 
     def leave(self) -> None:
-        """Count as gone for good, with the engines of its node."""
+        """Count as gone for good."""
         self.is_gone = True
-        self.num_engines = 0
 
     def open(self, session: int, max_in_flight: int) -> None:
+        """Have a session opened; an open one gets another bound."""
         self._sessions[session] = max_in_flight
 
     def end(self, session: int) -> None:

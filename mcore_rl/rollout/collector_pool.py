@@ -55,10 +55,10 @@ class LeastLoaded:
         """Leave a thing out until it is put back."""
         self.add(thing, math.inf)
 
-    def put_back(self, thing: int) -> None:
-        """Take in a thing that was removed, with no load."""
-        self._loads[thing] = 0.0
-        heapq.heappush(self._heap, (0.0, thing))
+    def put_back(self, thing: int, load: float = 0.0) -> None:
+        """Take in a thing that was removed, or give another load to one that was not."""
+        self._loads[thing] = load
+        heapq.heappush(self._heap, (load, thing))
 
     def least(self) -> int | None:
         """Return the least loaded thing; None if all are removed."""
@@ -106,8 +106,9 @@ class PoolSession:
     def __init__(
         self, pool: "CollectorPool", number: int, max_in_flight: int, on_done: Callable[[], None]
     ) -> None:
+        """`max_in_flight` 0: as many as the engines take, which come and leave."""
         self.number = number
-        self.max_in_flight = max_in_flight
+        self._max_in_flight = max_in_flight
         self._pool = pool
         self._on_done = on_done
         self.is_held = False
@@ -115,6 +116,11 @@ class PoolSession:
         """Samples begun and not done."""
         self.num_cut_off = 0
         """Responses that `hold` aborted half-way, to be sampled again."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Requests at once, all collectors together."""
+        return self._max_in_flight or self._pool.max_in_flight
 
     async def generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
@@ -160,16 +166,22 @@ class CollectorPool:
     def __init__(
         self,
         collectors: Sequence[CollectorCalls],
-        engines_per_collector: Sequence[int],
+        engines_of: Sequence[Sequence[str]],
         health: EngineHealth,
         max_concurrency: int,
     ) -> None:
-        """`max_concurrency` is of each engine; `health` says which engines get requests."""
+        """`max_concurrency` is of each engine; `health` says which engines get requests, and which
+        come and leave.
+
+        engines_of   urls of the engines that each collector asks first
+        """
         self._handles = [
-            CollectorHandle(collector, num_engines)
-            for collector, num_engines in zip(collectors, engines_per_collector, strict=True)
+            CollectorHandle(collector, len(engines))
+            for collector, engines in zip(collectors, engines_of, strict=True)
         ]
+        self._engines_of = [set(engines) for engines in engines_of]
         self._health = health
+        health.on_change = self._follow_engines
         self._max_concurrency = max_concurrency
         self._loads = LeastLoaded(len(collectors))
         """Open samples per engine of each collector that is up."""
@@ -230,9 +242,7 @@ class CollectorPool:
     ) -> AsyncIterator[PoolSession]:
         """Open a session for the length of the block; see RolloutClient.open."""
         self._start()
-        session = PoolSession(
-            self, self._next_session, max_in_flight or self.max_in_flight, on_done
-        )
+        session = PoolSession(self, self._next_session, max_in_flight, on_done)
         self._next_session += 1
         self._sessions[session.number] = session
         for handle in self._handles:
@@ -285,8 +295,29 @@ class CollectorPool:
                     group.future.set_exception(self._failure)
 
     def _share(self, session: PoolSession, handle: CollectorHandle) -> int:
-        """Return the session's bound of requests at one collector."""
-        return -(-session.max_in_flight * handle.num_engines // self._num_engines)
+        """Return the session's bound of requests at one collector.
+
+        One whose engines left has those of others sample what it has begun.
+        """
+        num_engines = max(handle.num_engines, 1)
+        return -(-session.max_in_flight * num_engines // max(self._num_engines, 1))
+
+    def _follow_engines(self) -> None:
+        """Give each collector work by the engines that it has now."""
+        rotation = self._health.rotation
+        first = rotation.why_out.keys() - rotation.joined.keys()
+        for k, handle in enumerate(self._handles):
+            kept = len(self._engines_of[k] & first)
+            joined = self._health.count_joined(k)
+            handle.num_engines = 0 if handle.is_gone else kept + joined
+        for k, handle in enumerate(self._handles):
+            if handle.is_up:
+                load = sum(handle.open_samples.values()) / max(handle.num_engines, 1)
+                self._loads.put_back(k, load if handle.num_engines else math.inf)
+                for session in self._sessions.values():
+                    handle.open(session.number, self._share(session, handle))
+                handle.may_send.set()
+        self._place_waiting()
 
     def _place(self, group: PendingGroup) -> None:
         """Give a group to the least loaded collector; without one it waits for a successor."""
@@ -348,6 +379,7 @@ class CollectorPool:
         """Take a lost collector's successor into service, with the sessions as they are now."""
         if not await handle.collector.restart(self._next_group):
             handle.leave()
+            self._follow_engines()
             if all(other.is_gone for other in self._handles):
                 raise RolloutError("no collector is left: all nodes with engines are gone")
             return
@@ -367,8 +399,7 @@ class CollectorPool:
                 else:
                     await handle.collector.resume(session.number)
         handle.is_up = True
-        self._loads.put_back(k)
-        self._place_waiting()
+        self._follow_engines()
 
     async def _send(self, handle: CollectorHandle) -> None:
         while True:
@@ -387,7 +418,7 @@ class CollectorPool:
                 self._finish(handle, facts)
             for failure in events.failed:
                 self._fail(handle, failure)
-            self._loads.add(k, -sum(events.num_done.values()) / handle.num_engines)
+            self._loads.add(k, -sum(events.num_done.values()) / max(handle.num_engines, 1))
             self.num_done += sum(events.num_done.values())
             for number, num_done in events.num_done.items():
                 handle.open_samples[number] -= num_done

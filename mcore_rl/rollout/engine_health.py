@@ -4,9 +4,9 @@ For each engine it counts the requests that are in flight, and the seconds witho
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.engine_spec import EngineAddress
@@ -64,22 +64,33 @@ class EngineState:
 
 
 @dataclass(frozen=True)
+class JoinedEngine:
+    """An engine that came while the run was under way; the collector `home` asks it first."""
+
+    address: EngineAddress
+    home: int
+
+
+@dataclass(frozen=True)
 class Rotation:
     """Which engines get requests, and with which weights.
 
-    why_out   why engines get none, by url; empty for those that do
+    why_out   why engines get none, by url; empty for those that do. An engine without an entry has
+              left
     version   weights that all which do were brought, or newer ones
+    joined    engines that came after the start, by url
     """
 
     why_out: Mapping[str, str]
     version: int = FIRST
+    joined: Mapping[str, JoinedEngine] = field(default_factory=dict)
 
 
 class EngineHealth:
     """The state of each engine, which of them serve, and why the others do not.
 
     A restarted engine serves again after the next weight sync; with `weights_stay`, as soon as it
-    is healthy.
+    is healthy. An engine that joins serves after the next sync, too.
     """
 
     def __init__(self, urls: Sequence[str], weights_stay: bool = False) -> None:
@@ -88,6 +99,14 @@ class EngineHealth:
         self._states = {url: EngineState(url) for url in urls}
         self._why_out = dict.fromkeys(urls, "")
         self._version = FIRST
+        self._joined: dict[str, JoinedEngine] = {}
+        self._left: list[str] = []
+        self.num_coming = 0
+        """Engines that are being started elsewhere, and have no address yet."""
+        self.num_changes = 0
+        """How often an engine has joined or left."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when an engine has joined or left."""
         self.takes_weights = False
         """Whether schedulers may be busy with a weight sync, and answer nothing else."""
 
@@ -111,7 +130,7 @@ class EngineHealth:
 
     def why_out(self, url: str) -> str:
         """Return why the engine at `url` gets no requests; empty if it does."""
-        return self._why_out[url]
+        return self._why_out.get(url, "it has left")
 
     @property
     def version(self) -> int:
@@ -123,12 +142,61 @@ class EngineHealth:
 
     @property
     def rotation(self) -> Rotation:
-        return Rotation(dict(self._why_out), self._version)
+        return Rotation(dict(self._why_out), self._version, dict(self._joined))
 
     def follow(self, rotation: Rotation) -> None:
-        """Take over what another process found out about these engines."""
+        """Take over what another process found out about these engines, and who came and left."""
+        for url in self._states.keys() - rotation.why_out.keys():
+            self.leave(url)
+        for url, engine in rotation.joined.items():
+            if url not in self._states:
+                self.join(engine, "")
         serving = [url for url, reason in rotation.why_out.items() if not reason]
         self.set_serving(serving, rotation.why_out, rotation.version)
+
+    def join(self, engine: JoinedEngine, reason: str) -> None:
+        """Take in an engine, which gets no requests for the given reason until a sync admits it."""
+        url = engine.address.url
+        self._joined[url] = engine
+        self._states[url] = EngineState(url)
+        self._why_out[url] = reason
+        self._note_change()
+
+    def leave(self, url: str) -> None:
+        """Forget an engine, which nobody is to ask any more."""
+        self._joined.pop(url, None)
+        self._states.pop(url, None)
+        self._why_out.pop(url, None)
+        self._left.append(url)
+        self._note_change()
+
+    def take_left(self) -> list[str]:
+        """Return the urls of the engines that left since the last call."""
+        left, self._left = self._left, []
+        return left
+
+    def list_current(
+        self, engines: Sequence[EngineAddress], home: int | None = None
+    ) -> list[EngineAddress]:
+        """Return those of `engines` that have not left, and those that joined.
+
+        home   number of a collector whose engines are asked for; None: all
+        """
+        first = self._states.keys() - self._joined.keys()
+        return [engine for engine in engines if engine.url in first] + [
+            engine.address
+            for engine in self._joined.values()
+            if home is None or engine.home == home
+        ]
+
+    def count_joined(self, home: int) -> int:
+        """Return how many engines joined that the collector `home` asks first."""
+        return sum(engine.home == home for engine in self._joined.values())
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+        if self.on_change is not None:
+            self.on_change()
 
     def note(self, states: Sequence[EngineState]) -> None:
         """Take in what a watch saw; an engine with a new process no longer serves the current
@@ -138,7 +206,7 @@ class EngineHealth:
         """
         for state in states:
             url = state.url
-            if state.restarts < self._states[url].restarts:
+            if url not in self._states or state.restarts < self._states[url].restarts:
                 continue
             if state.restarts > self._states[url].restarts:
                 self._why_out[url] = "its server died and was started again"
@@ -150,7 +218,7 @@ class EngineHealth:
 
     def lose(self, url: str, reason: str) -> None:
         """Take an engine out for good, which is gone with its node."""
-        if not self._states[url].lost:
+        if url in self._states and not self._states[url].lost:
             self._states[url] = replace(self._states[url], healthy=False, lost=True)
             self._why_out[url] = reason
             _log.warning("engine %s is lost: %s", url, reason)

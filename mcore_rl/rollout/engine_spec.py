@@ -158,11 +158,15 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine answers, where it logs, and which keys open it."""
+    """Where an engine answers, where it logs, and which keys open it.
+
+    number   of the engine among those of its role
+    """
 
     url: str
     log_path: str
     keys: ServerKeys | None = field(default=None, repr=False)
+    number: int = 0
 
     def __str__(self) -> str:
         return f"engine {self.url} (log {self.log_path})"

@@ -56,7 +56,10 @@ class FreeKvMonitor:
         engines: Sequence[EngineAddress],
         health: EngineHealth,
         every_s: float = 1.0,
+        home: int | None = None,
     ) -> None:
+        """`home`: collector whose engines are watched that join later; None: all that join."""
+        self._home = home
         self._ask = ask
         self._engines = list(engines)
         self._health = health
@@ -80,7 +83,7 @@ class FreeKvMonitor:
         """
         shares = [
             self._free.get(engine.url)
-            for engine in self._engines
+            for engine in self._list_current()
             if not self._health.why_out(engine.url)
         ]
         known = [share for share in shares if share is not None]
@@ -89,23 +92,31 @@ class FreeKvMonitor:
     async def watch(self) -> None:
         """Ask the engines until it is canceled; one that does not answer is not known."""
         while True:
-            shares = await asyncio.gather(*map(self._ask, self._engines))
-            for engine, share in zip(self._engines, shares, strict=True):
+            engines = self._list_current()
+            shares = await asyncio.gather(*map(self._ask, engines))
+            for engine, share in zip(engines, shares, strict=True):
                 if share is None and self._free.get(engine.url, 0.0) is not None:
                     _log.warning("%s does not tell how much of its KV cache is free", engine)
                 self._free[engine.url] = share
             await asyncio.sleep(self._every_s)
+
+    def _list_current(self) -> list[EngineAddress]:
+        return self._health.list_current(self._engines, self._home)
 
 
 class KvAdmission:
     """Holds requests back, first come first served, while all KV caches are too full."""
 
     def __init__(
-        self, monitor: FreeKvMonitor, engines: Sequence[EngineLoad], min_free: float, kv_len: int
+        self,
+        monitor: FreeKvMonitor,
+        list_engines: Callable[[], Sequence[EngineLoad]],
+        min_free: float,
+        kv_len: int,
     ) -> None:
         """`min_free` is the free share that an engine needs; `kv_len` the tokens of its cache."""
         self._monitor = monitor
-        self._engines = engines
+        self._list_engines = list_engines
         self._min_free = min_free
         self._kv_len = kv_len
         self._turn = asyncio.Lock()
@@ -130,7 +141,7 @@ class KvAdmission:
 
     def _has_free_kv(self) -> bool:
         # Whatever the engines say, one request goes on: they may count what nobody uses any more.
-        is_idle = not any(engine.num_in_flight for engine in self._engines)
+        is_idle = not any(engine.num_in_flight for engine in self._list_engines())
         return is_idle or self._is_free(self._monitor.most_free())
 
     def _is_free(self, share: float | None) -> bool:

@@ -277,12 +277,21 @@ class EngineAsker:
     """Posts to the engines in turn; one that fails is passed over for the next."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, engines: Sequence[EngineAddress], health: EngineHealth
+        self,
+        http: aiohttp.ClientSession,
+        engines: Sequence[EngineAddress],
+        health: EngineHealth,
+        home: int | None = None,
     ) -> None:
-        """`http` has the deadline of each request."""
+        """`http` has the deadline of each request.
+
+        home   collector whose engines are asked that join later; None: all that join
+        """
         self._http = http
         self._engines = list(engines)
         self._health = health
+        self._home = home
+        self._num_asked = 0
 
     async def __call__(self, path: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the JSON that an engine answers.
@@ -300,8 +309,11 @@ class EngineAsker:
 
     def _list_in_turn(self) -> list[EngineAddress]:
         """Return the engines that serve, another one first each time."""
-        self._engines.append(self._engines.pop(0))
-        return [engine for engine in self._engines if not self._health.why_out(engine.url)]
+        engines = self._health.list_current(self._engines, self._home)
+        serving = [engine for engine in engines if not self._health.why_out(engine.url)]
+        self._num_asked += 1
+        first = self._num_asked % max(len(serving), 1)
+        return serving[first:] + serving[:first]
 
     async def _post(
         self, engine: EngineAddress, path: str, body: Mapping[str, Any]

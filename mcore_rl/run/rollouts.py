@@ -210,11 +210,12 @@ def connect_rollouts(
     with tell_stage("start-up: engines and collectors", is_told=True):
         served = processes.served_engines.wait_built()
         collectors.connect(engines.wait_built(), served)
+    engines.find_home = collectors.find_home
     for role, model in served.items():
         _log.info("%s: %s at %s", role, model.model, ", ".join(map(str, model.engines)))
     client = CollectorPool(
         collectors.list_calls(),
-        collectors.engines_per_collector,
+        collectors.engines_of,
         engines.health,
         rollout.max_concurrency,
     )

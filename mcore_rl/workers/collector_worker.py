@@ -192,7 +192,7 @@ class CollectorWorker:
         http = HttpOptions.make(spec.rollout, spec.stop_token_ids, spec.decode, *shapes)
         if self._images is not None:
             http = replace(http, patches=self._images.patches)
-        client = RolloutClient(engines, spec.rollout, http.open, health, own)
+        client = RolloutClient(engines, spec.rollout, http.open, health, own, self._number)
         sample_group = None
         if spec.episodes is not None:
             sample_group = self._loop.run(self._start_episodes(spec.episodes, own, engines, health))
@@ -228,9 +228,9 @@ class CollectorWorker:
         near = [engine for engine in engines if engine.url in own]
         stack = AsyncExitStack()
         http = await stack.enter_async_context(open_session(self._spec.rollout.request_timeout_s))
-        ask = EngineAsker(http, near, health)
+        ask = EngineAsker(http, near, health, self._number)
         name = f"collector_{self._number}"
-        monitor = FreeKvMonitor(partial(ask_free_kv, http), near, health)
+        monitor = FreeKvMonitor(partial(ask_free_kv, http), near, health, home=self._number)
         if episodes.agents.min_free_kv:
             watching = asyncio.create_task(monitor.watch())
             stack.callback(watching.cancel)

@@ -73,7 +73,7 @@ class EngineWorker:
                 raise ProcessLostError(str(error)) from error
 
     def address(self) -> EngineAddress:
-        return self._engine.address
+        return replace(self._engine.address, number=self._index)
 
     def pid(self) -> int:
         """Return the server's process id on its machine."""

@@ -66,7 +66,7 @@ class Scene:
         self.group.connect([engine.address for engine in self.engines], {})
         self.pool = CollectorPool(
             self.group.list_calls(),
-            self.group.engines_per_collector,
+            self.group.engines_of,
             EngineHealth([engine.url for engine in self.engines]),
             ROLLOUT.max_concurrency,
         )
@@ -102,7 +102,7 @@ def doubled(batch: TrainBatch) -> tuple[TrainBatch, dict[str, int]]:
 
 
 def test_one_collector_serves_the_engines_of_a_node(scene: Scene) -> None:
-    assert scene.group.engines_per_collector == [2]
+    assert [len(engines) for engines in scene.group.engines_of] == [2]
     samples = scene.sample()
     assert [s.prompt.index for s in samples] == [0, 0, 1, 1, 2, 2]
     assert all(engine.sampled for engine in scene.engines)
@@ -204,7 +204,7 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
         await asyncio.sleep(0.5)
         os.kill(pid, signal.SIGKILL)
         for engine in scene.engines:
-            await engine._open()
+            await engine.let_go()
         return await asyncio.wait_for(task, 60)
 
     samples = scene.run(kill())

@@ -8,6 +8,7 @@ import pytest
 
 from tests.e2e.test_clusters import seated
 from tests.e2e.test_restart import assert_no_sample_lost
+from tests.support.books import assert_books_balance
 from tests.support.runs import Run, tiny_settings
 from tests.support.submitted import SubmittedRun
 
@@ -39,6 +40,17 @@ def three_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
     apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=2"]
     scored = [f"reward.path={reward}", "reward.name=score", "reward.workers=1"]
     run = SubmittedRun([*settings, *nodes, *apart, *scored], tmp_path / "run")
+    yield run
+    run.kill()
+
+
+@pytest.fixture
+def spare_node(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
+    """The trainer's node, that of the only engine and its collector, and a spare one."""
+    settings = [*tiny_settings(arithmetic), *SETTINGS, "run.steps=4", "parallel.ep=1"]
+    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=3"]
+    apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=1"]
+    run = SubmittedRun([*settings, *nodes, *apart], tmp_path / "run")
     yield run
     run.kill()
 
@@ -94,4 +106,25 @@ def test_a_run_goes_on_without_a_node_of_engines(three_nodes: SubmittedRun) -> N
     assert {line["rollout/samples"] for line in steps} == {16.0}
     assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
     assert sum(line["rollout/lost"] for line in steps) > 0, steps
+    run.wait_until_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_the_only_engine_moves_to_a_spare_node_with_its_collector(
+    spare_node: SubmittedRun,
+) -> None:
+    run = spare_node
+    run.wait_for("step 2: rollout", 600)
+    [lost] = (node for node, who in seated(run) if who.startswith("engine"))
+    run.kill_raylet(f"127.0.0.{int(lost.removeprefix('node')) + 2}")
+    run.wait_for("engine 0 is up at ", 600)
+    run.wait_ended(timeout_s=600)
+    [spare] = {"node1", "node2"} - {lost}
+    assert f"engine 0 moves from node {lost} to node {spare}" in run.controller_log()
+    assert f"it goes on as rank 0 (collector, node {spare}," in run.controller_log()
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    assert [line["step"] for line in steps] == list(range(1, 5))
+    assert {line["rollout/samples"] for line in steps} == {16.0}
+    assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
+    assert_books_balance(run.run_dir, num_steps=4)
     run.wait_until_nothing_is_left()

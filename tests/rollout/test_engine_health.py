@@ -1,6 +1,7 @@
 """Which engines get requests after restarts and syncs."""
 
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState, Rotation
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState, JoinedEngine, Rotation
+from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.types import WeightVersion
 
 A, B = "http://a:1", "http://b:2"
@@ -46,3 +47,24 @@ def test_another_process_follows_with_reasons_and_version() -> None:
     other.follow(health.rotation)
     assert other.serving == [A] and other.why_out(B) == "it is gone" and other.version == 7
     assert other.rotation == health.rotation
+
+
+def test_an_engine_that_moved_leaves_its_address_and_waits_at_another_for_a_sync() -> None:
+    addresses = [EngineAddress(url, "") for url in (A, B)]
+    health, other = EngineHealth([A, B]), EngineHealth([A, B])
+    moved = JoinedEngine(EngineAddress("http://c:3", "", number=1), home=1)
+    health.lose(B, "its node is gone")
+    health.leave(B)
+    health.join(moved, "it has no weights yet")
+    assert health.serving == [A] and health.take_left() == [B] and health.take_left() == []
+    health.note([EngineState(B, restarts=1)])
+    assert [state.url for state in health.states] == [A, "http://c:3"]
+    other.follow(health.rotation)
+    assert other.why_out("http://c:3") == "it has no weights yet" and other.why_out(B)
+    assert other.list_current(addresses) == [addresses[0], moved.address]
+    assert other.list_current(addresses[1:], home=1) == [moved.address]
+    assert other.list_current(addresses[:1], home=0) == addresses[:1]
+    health.set_serving([A, "http://c:3"], {}, WeightVersion(3))
+    other.follow(health.rotation)
+    assert other.serving == [A, "http://c:3"] and other.version == 3
+    assert other.num_changes == 2, "it joined and the first one left, once"

@@ -110,7 +110,7 @@ class Told:
         watching = asyncio.create_task(self.monitor.watch())
         while self.monitor.most_free() is None:
             await asyncio.sleep(0.001)
-        yield KvAdmission(self.monitor, self.loads, min_free, kv_len)
+        yield KvAdmission(self.monitor, lambda: self.loads, min_free, kv_len)
         watching.cancel()
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
@@ -86,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ]
         trainer_slots, engine_slots, *others = reserve(plans, timeout_s=20)
         trainer = TrainerGroup(trainer_slots, folder / "logs", call_timeout_s=120)
-        engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120)
+        engines = EngineGroup([engine_slots], folder / "logs", call_timeout_s=120, moves=True)
         trainer.start_build(trainer_spec(folder / "data" / "model"), timeout_s=240)
         trainer.wait_built()
         trainer.export_hf(str(folder / "hf"))
@@ -97,7 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             custom_weight_loaders=("mcore_rl.weight_sync.receiver.load",),
             keys=KEYS,
         )
-        engines.start_build([spec], timeout_s=240)
+        engines.start_build([spec], timeout_s=240, max_restarts=1)
         slots = {role: [of_role] for role, of_role in zip(beside, others, strict=True)}
         served = ServedEngines(beside, slots, folder / "logs", 120, {}, KEYS)
         [address] = engines.wait_built()
@@ -256,16 +257,40 @@ def ask(url: str) -> str:
         return json.load(response)["choices"][0]["message"]["content"]
 
 
-def test_a_killed_server_and_a_killed_rank_are_told_at_once(run: Run) -> None:
+def find_worker(name: str) -> psutil.Process:
+    """Return the process that Ray titled so."""
+    children = psutil.Process().children(recursive=True)
+    [found] = [child for child in children if child.cmdline()[:1] == [f"ray::{name}"]]
+    return found
+
+
+def test_an_engine_whose_worker_is_lost_is_started_where_there_is_room(run: Run) -> None:
+    health = run.engines.health
+    run.engines.find_home = lambda engine: 7 + engine
+    before = run.engines.server_pids()
+    find_worker("engine_rank0").kill()
+
+    async def move() -> None:
+        while not health.rotation.joined:
+            await asyncio.sleep(0.1)
+        await run.engines.look()
+
+    asyncio.run(guard(asyncio.wait_for(move(), 200), run.engines.watch()))
+    [(url, joined)] = health.rotation.joined.items()
+    assert url != run.address.url and (joined.home, joined.address.number) == (7, 0)
+    assert [(state.url, state.healthy) for state in health.states] == [(url, True)]
+    assert health.take_left() == [run.address.url] and health.num_coming == 0
+    assert health.serving == [], "it has the weights of its folder"
+    assert run.engines.server_pids() != before
+
+
+def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(run: Run) -> None:
     async def wait() -> None:
         await asyncio.sleep(60)
 
-    [server] = run.engines.server_pids()
-    os.kill(server, signal.SIGKILL)
+    find_worker("engine_rank0").kill()
     began = time.monotonic()
-    with pytest.raises(
-        RankError, match=r"(?s)rank 0 \(engine.*died \(status -9\); its last lines:"
-    ):
+    with pytest.raises(RankError, match=r"engine rank 0 died \(killed, "):
         asyncio.run(guard(wait(), run.trainer.watch(), run.engines.watch()))
     assert time.monotonic() - began < 5
 

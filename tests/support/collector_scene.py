@@ -86,12 +86,14 @@ class CollectorScene:
         self.stores = [SampleStore(), SampleStore()]
         self.collectors: list[Losable] = []
         transport = HttpOptions.make(CONFIG, [9], str).open
-        for url, store in zip(urls, self.stores, strict=True):
+        for k, (url, store) in enumerate(zip(urls, self.stores, strict=True)):
             health = EngineHealth(urls)
-            client = RolloutClient(addresses, rollout, transport, health, own=[url])
+            client = RolloutClient(addresses, rollout, transport, health, own=[url], home=k)
             self.collectors.append(Losable(client, health, store))
         self.health = EngineHealth(urls)
-        self.pool = CollectorPool(self.collectors, [1, 1], self.health, CONFIG.max_concurrency)
+        self.pool = CollectorPool(
+            self.collectors, [[url] for url in urls], self.health, CONFIG.max_concurrency
+        )
 
     def num_kept(self) -> list[int]:
         return [store.num_groups for store in self.stores]

@@ -70,12 +70,13 @@ class FakeSGLang:
 
     def resume(self) -> None:
         """Answer all requests, those that wait included."""
-        self._loop.run(self._open())
+        self._loop.run(self.let_go())
 
     def stop(self) -> None:
         self._loop.run(self._runner.cleanup())
 
-    async def _open(self) -> None:
+    async def let_go(self) -> None:
+        """Do as `resume` does, called on the engine's loop."""
         self._is_open.set()
 
     async def _generate(self, request: web.Request) -> web.Response:

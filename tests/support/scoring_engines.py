@@ -88,6 +88,9 @@ class OneWeightLinks:
     def forget_links(self) -> None:
         self._versions.clear()
 
+    def unlink(self, url: str) -> None:
+        self._versions.pop(url, None)
+
     async def connect(self, urls: Sequence[str]) -> None:
         failed = {}
         for url in urls:

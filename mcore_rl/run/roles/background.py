@@ -73,7 +73,7 @@ class BackgroundSampler:
         kept          finished groups of an earlier launch, and where to keep those of this one
         """
         self._options = options
-        self._rollout = rollout = options.rollout
+        self._rollout = options.rollout
         self._seed = seed * SEEDS_PER_RUN
         self._prompts = prompts
         self._client = client
@@ -84,10 +84,7 @@ class BackgroundSampler:
         self._episodes = episodes or EpisodeLog()
         self._ledger = ledger or RunLedger()
         self._kept = kept
-        self._buffer = make_buffer(rollout, version, self._episodes)
-        self._max_in_flight = rollout.max_in_flight or max(
-            client.max_in_flight, rollout.samples_per_prompt
-        )
+        self._buffer = make_buffer(self._rollout, version, self._episodes)
         self._tasks: dict[SampleGroup, asyncio.Task[None]] = {}
         self._requeued: deque[tuple[int, Prompt]] = deque()
         """Positions and prompts whose samples were lost or dropped; they begin first."""
@@ -149,7 +146,7 @@ class BackgroundSampler:
             self._take_kept(await self._kept.read())
         try:
             async with (
-                self._client.open(self._max_in_flight, self._notify) as self._session,
+                self._client.open(self._rollout.max_in_flight, self._notify) as self._session,
                 asyncio.TaskGroup() as tasks,
             ):
                 while True:
@@ -168,7 +165,9 @@ class BackgroundSampler:
             return False
         if not self._passed and self._buffer.room() <= 0:
             return False
-        return self._session.num_open + self._rollout.samples_per_prompt <= self._max_in_flight
+        group_size = self._rollout.samples_per_prompt
+        most = self._rollout.max_in_flight or max(self._client.max_in_flight, group_size)
+        return self._session.num_open + group_size <= most
 
     def _begin(self) -> SampleGroup:
         if self._passed:

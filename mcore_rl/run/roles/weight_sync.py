@@ -41,6 +41,8 @@ class WeightLinks(Protocol):
 
     def forget_links(self) -> None: ...
 
+    def unlink(self, url: str) -> None: ...
+
     async def sync(self, version: int, urls: Sequence[str] | None = None) -> SyncReport: ...
 
 
@@ -116,7 +118,7 @@ class EngineSync:
             holding = self._list_up_to_date()
             checked = self._watched(self._parity_check.check(holding, report.verified))
             self._memory.prepare_rollout()
-            serving = self._admit(holding, reasons, checked)
+            serving = self._watched(self._admit(holding, reasons, checked))
             if serving:
                 num_failed = float(len(self._health.states) - len(serving))
                 return {**report.metrics(), **checked.metrics(), "sync/engines_failed": num_failed}
@@ -139,11 +141,11 @@ class EngineSync:
             await self._memory.for_rollout()
             holding = self._list_up_to_date()
             checked = await self._parity_check.check(holding, report.verified)
-            if self._admit(holding, reasons, checked):
+            if await self._admit(holding, reasons, checked):
                 return True
             await self._expect_another(checked)
 
-    def _admit(
+    async def _admit(
         self, holding: Sequence[str], reasons: Mapping[str, str], checked: ParityReport
     ) -> list[str]:
         """Return the engines in `holding` that passed the parity check, and send them requests."""
@@ -195,6 +197,7 @@ class EngineSync:
         reasons: dict[str, str] = {}
         while True:
             await self._look()
+            self._forget_left()
             due = [state for state in self._health.states if self._is_due(state, reasons)]
             reasons |= await self._link_all(due)
             if self._in_link():
@@ -202,6 +205,13 @@ class EngineSync:
             if not await self._is_any_coming():
                 raise SyncError("; ".join(reasons.values()))
             await asyncio.sleep(RESTART_POLL_S)
+
+    def _forget_left(self) -> None:
+        """Drop the links to engines that have left; one may come back at an old address."""
+        for url in self._health.take_left():
+            self._links.unlink(url)
+            self._linked.pop(url, None)
+            self._taken.pop(url, None)
 
     def _is_due(self, state: EngineState, reasons: Mapping[str, str]) -> bool:
         """Return whether to link the engine: it is healthy, not linked, and has not failed yet.
@@ -225,7 +235,7 @@ class EngineSync:
     def _in_link(self) -> list[str]:
         """Return the urls of engines whose current process is linked."""
         states = {state.url: state for state in self._health.states}
-        linked = ((url, states[url]) for url in self._links.linked)
+        linked = ((url, states[url]) for url in self._links.linked if url in states)
         return [url for url, state in linked if not self._is_new(state) and not state.lost]
 
     def _list_up_to_date(self) -> list[str]:
@@ -236,16 +246,19 @@ class EngineSync:
         """Return whether the engine's current process was never linked."""
         return self._linked.get(state.url) != state.restarts
 
-    def _has_new(self) -> bool:
-        return any(self._is_new(state) for state in self._health.states)
+    def _has_coming(self) -> bool:
+        """Return whether an engine is starting again, on its node or on another one."""
+        states = self._health.states
+        is_new = any(self._is_new(state) and not state.lost for state in states)
+        return is_new or self._health.num_coming > 0
 
     async def _is_any_coming(self) -> bool:
         """Return whether an engine is starting again, within DEATH_SHOWS_S."""
         deadline = now_s() + DEATH_SHOWS_S
-        while not self._has_new() and now_s() < deadline:
+        while not self._has_coming() and now_s() < deadline:
             await asyncio.sleep(RESTART_POLL_S)
             await self._look()
-        return self._has_new()
+        return self._has_coming()
 
 
 def take_weights(

@@ -177,6 +177,9 @@ class SimulatedLinks:
     def forget_links(self) -> None:
         self._versions.clear()
 
+    def unlink(self, url: str) -> None:
+        self._versions.pop(url, None)
+
     async def connect(self, urls: Sequence[str]) -> None:
         await asyncio.sleep(self._link_s(len(urls)))
         self._versions |= dict.fromkeys(urls, -1)

@@ -294,9 +294,7 @@ class SimulatedRun:
             SimulatedCollector(self._clock.loop, config.rollout, addresses, own, transport)
             for own in hosts
         ]
-        pool = CollectorPool(
-            collectors, list(map(len, hosts)), self._health, config.rollout.max_concurrency
-        )
+        pool = CollectorPool(collectors, hosts, self._health, config.rollout.max_concurrency)
         return collectors, pool
 
     def _share_gpus(self) -> SharedGpus:

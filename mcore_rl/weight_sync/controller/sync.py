@@ -297,6 +297,11 @@ class SyncController:
         self._engines.clear()
         self._loaded = False
 
+    def unlink(self, url: str) -> None:
+        """Forget an engine that has left."""
+        self._engines.pop(url, None)
+        self._mixed.discard(url)
+
     async def connect(self, urls: Sequence[str]) -> None:
         """Link engines to the trainer ranks at the same time.
 

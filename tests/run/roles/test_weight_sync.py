@@ -1,5 +1,6 @@
 """Only engines that agree with the trainer get requests, also at a run's start and on return."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 
 from mcore_rl.config import ParityCheckConfig
 from mcore_rl.process.event_loop import EventLoop
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState
+from mcore_rl.rollout.engine_health import EngineHealth, EngineState, JoinedEngine
+from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.run.roles import weight_sync
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.parity_check import ParityCheck, make_probe
@@ -258,3 +260,35 @@ def test_weights_that_change_now_and_then_end_no_run(stage: Stage) -> None:
     for version in range(1, 4 * MOST_SAME):
         stage.trainer.weight += version % (MOST_SAME - 1) == 0
         train_and_sync(stage, version)
+
+
+def test_an_engine_that_moves_is_waited_for_linked_anew_and_checked(stage: Stage) -> None:
+    stage.weights.sync_first(FIRST, PROBE)
+    first, second = stage.urls
+    for url in stage.urls:
+        stage.health.lose(url, "its node is gone")
+    stage.health.num_coming = 1
+
+    async def move() -> None:
+        await asyncio.sleep(0.1)
+        assert not waiting.done(), "it waits for the engine that is being started"
+        stage.engines[1].weight = 99.0
+        stage.health.leave(second)
+        stage.health.join(JoinedEngine(EngineAddress(second, ""), home=0), "it is new")
+        stage.health.num_coming = 0
+
+    waiting = stage.loop.start(stage.weights.revive())
+    stage.loop.run(move())
+    assert waiting.result(20) and stage.health.serving == [second]
+    assert stage.health.why_out(first) == "its node is gone"
+    assert stage.links.linked == (first, second), "the old link was dropped"
+    stage.health.leave(first)
+    metrics = stage.weights.sync_first(WeightVersion(1), PROBE)
+    assert metrics["sync/engines_failed"] == 0.0 and stage.links.linked == (second,)
+
+
+def test_nothing_is_waited_for_once_no_engine_is_coming(stage: Stage) -> None:
+    stage.weights.sync_first(FIRST, PROBE)
+    for url in stage.urls:
+        stage.health.lose(url, "its node is gone")
+    assert not stage.revive()
