@@ -189,6 +189,7 @@ class EpisodeRecorder:
             end=str(end),
             reward=self.reward + sum(turn.reward for turn in self.tree.turns),
             detail=detail,
+            engines=tuple(engine for turn in self.tree.turns for engine in turn.engines),
         )
 
     def _refuse_sampled_marks(self) -> None:
@@ -258,6 +259,7 @@ class EpisodeRecorder:
             token_ids=sample.response_ids,
             logprobs=sample.logprobs,
             versions=sample.versions,
+            engines=sample.engines,
             finish_reason=sample.finish_reason,
             answer=answer,
             routed_experts=sample.routed_experts,

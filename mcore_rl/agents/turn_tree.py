@@ -51,6 +51,7 @@ class Turn:
                      `experts_start` of the whole context on; None if they were not asked for
     indexer_topk     the chosen keys of the same tokens, as in Sample, by position in the context
     images           those that context_ids shows, in order
+    engines          numbers of the engines that drew the answer, in order
     """
 
     number: int
@@ -69,6 +70,7 @@ class Turn:
     experts_start: int = 0
     reward: float = 0.0
     images: tuple[PromptImage, ...] = ()
+    engines: tuple[int, ...] = ()
 
     @property
     def new_ids(self) -> tuple[int, ...]:

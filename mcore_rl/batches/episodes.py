@@ -47,6 +47,7 @@ def sample_of_episode(prompt: Prompt, index: int, episode: EpisodeRecord, text: 
         finish_reason=episode.end,
         text=text,
         episode=episode,
+        engines=episode.engines,
         **flat_response(parts),
     )
 

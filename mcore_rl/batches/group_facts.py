@@ -27,6 +27,7 @@ class GroupFacts:
     episode_rows: tuple[tuple[RowFacts, ...], ...] = ()
     metrics: tuple[Mapping[str, float], ...] = ()
     has_indexer_topk: bool = False
+    engines: tuple[tuple[int, ...], ...] = ()
 
 
 def describe_group(group: int, samples: Sequence[Sample]) -> GroupFacts:
@@ -40,6 +41,7 @@ def describe_group(group: int, samples: Sequence[Sample]) -> GroupFacts:
         episode_rows=_episode_rows(samples),
         metrics=tuple(metrics_of(s.episode) for s in samples if s.episode is not None),
         has_indexer_topk=_have(samples, "indexer_topk"),
+        engines=tuple(sample.engines for sample in samples),
     )
 
 
@@ -73,10 +75,12 @@ def refer_to_samples(prompt: Prompt, lease: GroupLease, facts: GroupFacts) -> li
     rows = list(zip(facts.response_lens, facts.finish_reasons, facts.versions, strict=True))
     episode_rows = facts.episode_rows or ((),) * len(rows)
     metrics = facts.metrics or ({},) * len(rows)
+    engines = facts.engines or ((),) * len(rows)
     return [
         StoredSample(
             *(prompt, i, *row, facts.has_experts, lease, episode_rows[i], metrics[i]),
             has_indexer_topk=facts.has_indexer_topk,
+            engines=engines[i],
         )
         for i, row in enumerate(rows)
     ]

@@ -281,7 +281,8 @@ class RolloutSession:
                         continue
                     if under_way.is_moved and isinstance(failure, AbortedError):
                         self._engines.migration.num_moved += 1
-                        request = continue_request(request, failure.begun)
+                        begun = failure.begun and _name_engine(failure.begun, engine.address.number)
+                        request = continue_request(request, begun)
                         continue
                     failed.append(engine)
                     reason = str(failure)
@@ -303,7 +304,7 @@ class RolloutSession:
         with engine.request(), self._engines.migration.note(under_way):
             sample = await self.transport.sample(engine.address, request, sampling)
         _check_versions(sample, oldest)
-        return sample
+        return _name_engine(sample, engine.address.number)
 
     async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
         """Run coroutines that each make a sample; when one fails, cancel the others and raise."""
@@ -450,6 +451,11 @@ class RolloutClient:
                 yield RolloutSession(self._engines, transport, num_tries, most, on_done, admission)
             finally:
                 watching.cancel()
+
+
+def _name_engine(sample: Sample, engine: int) -> Sample:
+    """Return the sample with the number of the engine that drew it, or the rest of it."""
+    return replace(sample, engines=(*sample.engines, engine))
 
 
 def _check_versions(sample: Sample, oldest: int) -> None:

@@ -212,6 +212,7 @@ def make_sample(
         routed_experts=routed_experts,
         indexer_topk=indexer_topk,
         experts_start=request.experts_start,
+        engines=begun.engines,
     )
 
 

@@ -126,6 +126,7 @@ class EpisodeRecord:
     reward    of the whole episode; includes the rewards of its turns
     metrics   numbers of the environment, by name
     images    those that its rows show, each once; () until it is read from a store, for logs
+    engines   numbers of the engines that drew its turns, in the order of the turns
     """
 
     rows: tuple[Row, ...]
@@ -135,6 +136,7 @@ class EpisodeRecord:
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     images: tuple[PromptImage, ...] = ()
+    engines: tuple[int, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ class Sample:
     experts_start    the first token that has either; 0 but in later turns of an episode
     episode          its turns, and the rows that train them. The response is then what the rows
                      train, row after row, and the text is the conversation after the prompt
+    engines          numbers of the engines that drew it, in order
     """
 
     prompt: Prompt
@@ -188,6 +191,7 @@ class Sample:
     indexer_topk: Tensor | None = field(default=None, compare=False, repr=False)
     experts_start: int = 0
     episode: EpisodeRecord | None = field(default=None, compare=False, repr=False)
+    engines: tuple[int, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         where = f"prompt {self.prompt.index} sample {self.sample_index}"
@@ -239,6 +243,7 @@ class StoredSample:
     episode_rows: tuple[RowFacts, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     has_indexer_topk: bool = False
+    engines: tuple[int, ...] = field(default=(), compare=False)
 
     @property
     def rows(self) -> tuple[RowFacts, ...]:

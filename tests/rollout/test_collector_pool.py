@@ -1,15 +1,20 @@
 """Prompts over several collectors: spread, order, engines out of rotation, leases, failures."""
 
+import asyncio
 import gc
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.collector import CollectorEvents
 from mcore_rl.rollout.collector_pool import CollectorPool
+from mcore_rl.rollout.engine_health import JoinedEngine
 from mcore_rl.rollout.transport import RolloutError
 from tests.support.collector_scene import PROMPTS, SAMPLING, CollectorScene
+from tests.support.fake_sglang import FakeSGLang
 
 
 @pytest.fixture
@@ -104,3 +109,30 @@ def test_a_failure_of_the_pool_fails_all_who_wait(loop: EventLoop) -> None:
     for _ in range(2):
         with pytest.raises(ConnectionError, match="node 7 is gone"):
             scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))
+
+
+def test_an_engine_that_joins_is_given_work_and_one_that_leaves_is_not(loop: EventLoop) -> None:
+    """The engine of collector 1 moves; requests that wait there for a slot follow it."""
+    scene = CollectorScene(loop)
+    third = FakeSGLang(loop)
+    moved = JoinedEngine(replace(third.address, number=1), home=1)
+    scene.engines[1].num_free = 0
+
+    async def move_while_sampling() -> list[int]:
+        sampling = asyncio.create_task(scene.pool.generate(PROMPTS, 4, SAMPLING))
+        while len(scene.engines[1].sampled) < 4:
+            await asyncio.sleep(0.01)
+        scene.health.join(moved, "")
+        scene.health.leave(scene.engines[1].url)
+        await scene.engines[1].let_go()
+        return [engine for sample in await sampling for engine in sample.engines]
+
+    engines = scene.run(asyncio.wait_for(move_while_sampling(), 20))
+    assert len(scene.engines[1].sampled) == 4 and len(third.sampled) == 8
+    assert Counter(engines) == {0: 16, 1: 8}, "the first two have the number 0"
+    assert scene.pool.max_in_flight == 8
+    scene.health.join(JoinedEngine(replace(scene.engines[1].address, number=2), home=0), "")
+    assert scene.pool.max_in_flight == 12
+    scene.health.leave(third.url)
+    scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))
+    assert len(third.sampled) == 8 and len(scene.engines[1].sampled) > 4

@@ -42,6 +42,7 @@ class Balance:
     before       prompts that the run drew before it had a ledger
     samples      samples by what became of them; they sum to num_samples
     left_out     samples of steps that were not trained on, by reason
+    by_engine    samples that each engine drew, by its number; those that moved count twice
     events       launches, saves, syncs and so on
     ended        how the last launch ended; empty: it has not, or was killed
     """
@@ -53,6 +54,7 @@ class Balance:
     num_samples: int
     samples: Mapping[str, int]
     left_out: Mapping[str, int]
+    by_engine: Mapping[int, int]
     events: Mapping[str, int]
     num_imbalances: int
     imbalances: tuple[str, ...]
@@ -119,6 +121,7 @@ def close_books(replay: Replay) -> Balance:
         num_samples=replay.num_samples,
         samples=samples,
         left_out=dict(left_out),
+        by_engine=dict(sorted(replay.by_engine.items())),
         events={kind: num for kind, num in replay.events.items() if num},
         num_imbalances=max(replay.num_imbalances, len(replay.imbalances))
         + len(imbalances)
@@ -186,6 +189,9 @@ def format_balance(balance: Balance) -> str:
     ]
     if balance.left_out:
         lines.append(f"left out of steps: {_list_counts(balance.left_out)}")
+    if balance.by_engine:
+        drew = (f"engine {engine} {num}" for engine, num in balance.by_engine.items())
+        lines.append(f"drawn by: {', '.join(drew)}")
     shown = {
         "saves": events.get("save", 0),
         "syncs": events.get("sync", 0),

@@ -186,6 +186,8 @@ class RunLedger:
                     "ends": _join([sample.finish_reason for sample in group]),
                     "weights": _join([_list_versions(sample) for sample in group]),
                 }
+                if all(sample.engines for sample in group):
+                    fields["engines"] = _join([_list_engines(sample) for sample in group])
                 self._write("sampled", fields)
 
     def note_scored(self, samples: Sequence[StoredSample], scores: Scores) -> None:
@@ -405,6 +407,12 @@ def _list_versions(sample: StoredSample) -> int | list[list[int]]:
     if len(versions) == 1:
         return versions.pop()
     return [[span.stop - span.start, span.version] for span in sample.versions]
+
+
+def _list_engines(sample: StoredSample) -> int | list[int]:
+    """Return the number of the engine that drew a sample, or of each that did, in order."""
+    engines = list(dict.fromkeys(sample.engines))
+    return engines[0] if len(engines) == 1 else engines
 
 
 def _join(values: list[Any]) -> Any:

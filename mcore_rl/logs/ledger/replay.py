@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from mcore_rl.logs.ledger.file import TORN, Record
@@ -74,6 +75,7 @@ class Replay:
         self.unused: Counter[str] = Counter()
         """Samples that no step has, by reason."""
         self.num_samples = 0
+        self.by_engine: Counter[int] = Counter()
         self.ended = ""
         self.open: dict[int, OpenPrompt] = {}
         self._again: dict[int, None] = {}
@@ -252,6 +254,7 @@ class Replay:
     def _apply_sampled(self, record: Record) -> None:
         position, group, num = record["at"], record["group"], len(record["tokens"])
         self.num_samples += num
+        self._count_by_engine(record.get("engines"), num)
         prompt = self.open.get(position)
         if prompt is None:
             self._blame(f"group {group} was sampled for {self.name(position)}, not under way")
@@ -263,6 +266,14 @@ class Replay:
         prompt.groups[group] = num
         prompt.oldest = _find_oldest(record["weights"], prompt.born)
         self._groups[group] = (position, num)
+
+    def _count_by_engine(self, engines: int | list[int | list[int]] | None, num: int) -> None:
+        """Count samples for the engines that drew them, one that moved for each of its engines."""
+        if isinstance(engines, list):
+            of_samples = [[each] if isinstance(each, int) else each for each in engines]
+            self.by_engine.update(chain.from_iterable(of_samples))
+        elif engines is not None:
+            self.by_engine[engines] += num
 
     def _apply_scored(self, record: Record) -> None:
         group = record["group"]

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.batches.stored_batch import make_stored_batch, without_lost, without_truncated
-from mcore_rl.logs.ledger.balance import read_balance
+from mcore_rl.logs.ledger.balance import format_balance, read_balance
 from mcore_rl.logs.ledger.file import NAME, read_records
 from mcore_rl.logs.ledger.ledger import LaunchEntry, RunLedger
 from mcore_rl.process.lost_samples import SamplesLostError
@@ -140,6 +141,24 @@ def test_warnings_are_kept_some_of_each_step(ledger: RunLedger, tmp_path: Path) 
     texts = [record["text"] for record in read(tmp_path, "warning")]
     assert texts == [f"engine {number} is lost" for number in range(20)]
     assert read(tmp_path, "step")[0]["warnings_held"] == 10
+
+
+def test_samples_name_the_engines_that_drew_them(ledger: RunLedger, tmp_path: Path) -> None:
+    """The second sample of prompt 0 moved from engine 2 to engine 0; nobody knows who drew prompt
+    2.
+    """
+    drawn = draw(ledger, [["stop"] * 3] * 3)
+    engines = [(2,), (2, 0), (2, 2), (1,), (1,), (1,), (), (), ()]
+    ledger.note_sampled(
+        [replace(s, engines=of_sample) for s, of_sample in zip(drawn, engines, strict=True)]
+    )
+    ledger.note_save(0)
+    first, second, third = read(tmp_path, "sampled")
+    assert first["engines"] == [2, [2, 0], 2] and second["engines"] == 1
+    assert "engines" not in third
+    balance = read_balance(tmp_path)
+    assert balance.by_engine == {0: 1, 1: 3, 2: 3}
+    assert "drawn by: engine 0 1, engine 1 3, engine 2 3" in format_balance(balance)
 
 
 def test_evaluations_have_no_records(ledger: RunLedger, tmp_path: Path) -> None:
