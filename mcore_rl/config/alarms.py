@@ -72,6 +72,9 @@ class AlarmsConfig(Options, group="alarms"):
     """A checkpoint could not be written (checkpoint.on_error=continue)."""
     skipped: bool = True
     """An optimizer step was left out, as its loss or gradient was not finite or too large."""
+    slow_engine: float = bounded(2.0, gt=1, also=0)
+    """An engine takes above so many times as long for a token as others in the median, at the same
+    load; 0: off."""
     slow_rank: float = bounded(2.0, gt=1, also=0)
     """A rank of the trainer works above so many times as long as others in the median; 0: off."""
     speed: float = bounded(0.5, ge=0, lt=1)

@@ -154,6 +154,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "ranks/lag_in/<phase>": "the same lag in passes that train, and in forward passes alone",
         "ranks/slowest_in/<phase>": "the rank that is slowest there",
         "idle/trainer": "share of the step in which the trainer has no work",
+        "engines/lag": "seconds of the slowest engine's tokens / those at the median pace of the"
+        " others, at the same load (monitoring.md)",
+        "engines/slowest": "the number of this engine",
         "idle/engines": "share of the step in which an engine has no request, mean over engines",
     },
     "Evaluation": {

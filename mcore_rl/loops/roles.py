@@ -64,10 +64,11 @@ class Generator(Protocol):
         """
         ...
 
-    def idle_share(self) -> float:
-        """Return the share of time since the last call in which an engine had no request.
+    def measure_engines(self) -> dict[str, float]:
+        """Return metrics of the engines since the last call.
 
-        The share is a mean over engines.
+        They are the share of time without a request, mean over engines, and how far the slowest
+        engine lags behind the others.
         """
         ...
 

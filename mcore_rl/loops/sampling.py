@@ -68,8 +68,7 @@ def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed
     bound = None if rollout.stale == "correct" else rollout.staleness_bound
     metrics = {**drawn.metrics, **measure_staleness(drawn.samples, version, bound)}
     metrics["rollout/lost"] = metrics.get("rollout/lost", 0.0) + roles.generator.take_num_lost()
-    metrics["idle/engines"] = roles.generator.idle_share()
-    return replace(drawn, metrics=metrics)
+    return replace(drawn, metrics=metrics | roles.generator.measure_engines())
 
 
 def _draw(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:

@@ -25,6 +25,7 @@ from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission
+from mcore_rl.rollout.paces import EnginePaces, Paces
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.slots import Slots
 from mcore_rl.rollout.transport import (
@@ -133,6 +134,7 @@ class EngineSet:
         self._first_own = [a for a in addresses if not own or a.url in own]
         self._home = home
         self.migration = Migration(migration_gap)
+        self.paces = EnginePaces()
         self._follow()
 
     def list_own(self) -> list[EngineLoad]:
@@ -301,9 +303,12 @@ class RolloutSession:
         if self._admission is not None:  # these tokens take their place in its KV cache at once
             begun_len = request.begun.response_len if request.begun else 0
             self._admission.take(engine, len(request.prompt.token_ids) + begun_len)
-        with engine.request(), self._engines.migration.note(under_way):
+        with engine.request() as measure, self._engines.migration.note(under_way):
             sample = await self.transport.sample(engine.address, request, sampling)
+            seconds, load = measure()
         _check_versions(sample, oldest)
+        num_drawn = sample.response_len - (request.begun.response_len if request.begun else 0)
+        self._engines.paces.note(engine.address.number, load, num_drawn, seconds)
         return _name_engine(sample, engine.address.number)
 
     async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
@@ -411,6 +416,10 @@ class RolloutClient:
     def num_moved(self) -> int:
         """Responses that moved to another engine so far."""
         return self._engines.migration.num_moved
+
+    def take_paces(self) -> Paces:
+        """Return the tokens and seconds of requests since the last call."""
+        return self._engines.paces.take()
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""

@@ -21,6 +21,7 @@ from mcore_rl.process.clock import now_s
 from mcore_rl.process.errors import describe_error
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
+from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import Prompt, Sample
@@ -72,11 +73,13 @@ class CollectorEvents:
     """Events since the last poll.
 
     num_done   samples complete, failed or canceled, by session
+    paces      tokens and seconds of requests to engines
     """
 
     finished: list[GroupFacts] = field(default_factory=list)
     failed: list[GroupFailure] = field(default_factory=list)
     num_done: dict[int, int] = field(default_factory=dict)
+    paces: Paces = field(default_factory=dict)
 
 
 class CollectorLostError(RuntimeError):
@@ -163,6 +166,7 @@ class Collector:
                 await asyncio.wait_for(self._has_events.wait(), seconds)
         self._has_events.clear()
         events = self._events
+        events.paces = self._client.take_paces()
         self._events = CollectorEvents()
         return events
 

@@ -26,6 +26,7 @@ from mcore_rl.batches.group_facts import GroupFacts, refer_to_samples
 from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFailure
 from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.paces import EnginePaces, Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import RolloutError
 from mcore_rl.types import GroupLease, Prompt, StoredSample
@@ -194,6 +195,7 @@ class CollectorPool:
         """Response tokens of the groups that are drawn so far."""
         self.num_losses = 0
         """How often a collector was lost with what it kept."""
+        self._paces = EnginePaces()
         self._first_kept = [0] * len(collectors)
         """By collector, the smallest number of a group that is not lost."""
         self._waiting: list[PendingGroup] = []
@@ -221,6 +223,10 @@ class CollectorPool:
     def is_lost(self, sample: StoredSample) -> bool:
         """Return whether the sample is gone with the collector that kept it."""
         return sample.lease.group < self._first_kept[sample.lease.store]
+
+    def take_paces(self) -> Paces:
+        """Return the tokens and seconds of requests since the last call, of all engines."""
+        return self._paces.take()
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
@@ -416,6 +422,7 @@ class CollectorPool:
             events = await handle.collector.poll_events(POLL_WAIT_S, self._gather_s)
             for facts in events.finished:
                 self._finish(handle, facts)
+            self._paces.add(events.paces)
             for failure in events.failed:
                 self._fail(handle, failure)
             self._loads.add(k, -sum(events.num_done.values()) / max(handle.num_engines, 1))

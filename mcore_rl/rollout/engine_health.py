@@ -21,20 +21,43 @@ class EngineLoad:
         # Seconds of the idle spans that ended, and the start of the present one or None. They are
         # one tuple, so that another thread reads both at once.
         self._idle: tuple[float, float | None] = (0.0, now_s())
+        self._changed_s = 0.0
+        self._request_s = 0.0
+        """Seconds of all requests together until the last of them began or ended."""
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Count a request for the length of the block."""
+    def request(self) -> Iterator[Callable[[], tuple[float, float]]]:
+        """Count a request for the length of the block.
+
+        The block gets a function that returns the seconds since then, and the mean number of
+        requests that were in flight.
+        """
+        began_s = self._change(1)
+        request_s = self._request_s
+
+        def measure() -> tuple[float, float]:
+            now = now_s()
+            seconds = now - began_s
+            sum_s = self._request_s + self.num_in_flight * (now - self._changed_s) - request_s
+            return seconds, sum_s / seconds if seconds else float(self.num_in_flight)
+
+        try:
+            yield measure
+        finally:
+            self._change(-1)
+
+    def _change(self, num: int) -> float:
+        """Let so many requests begin, or end if it is negative; return the time."""
+        now = now_s()
+        self._request_s += self.num_in_flight * (now - self._changed_s)
+        self._changed_s = now
         idle_s, since_s = self._idle
         if since_s is not None:
-            self._idle = idle_s + now_s() - since_s, None
-        self.num_in_flight += 1
-        try:
-            yield
-        finally:
-            self.num_in_flight -= 1
-            if not self.num_in_flight:
-                self._idle = self._idle[0], now_s()
+            self._idle = idle_s + now - since_s, None
+        self.num_in_flight += num
+        if not self.num_in_flight:
+            self._idle = self._idle[0], now
+        return now
 
     @property
     def idle_s(self) -> float:

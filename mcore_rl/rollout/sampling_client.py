@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, StoredSample
 
@@ -59,6 +60,10 @@ class SamplingClient(Protocol):
 
     def is_lost(self, sample: StoredSample) -> bool:
         """Return whether a sample is gone with the collector that kept it."""
+        ...
+
+    def take_paces(self) -> Paces:
+        """Return the tokens and seconds of requests since the last call, of all engines."""
         ...
 
     async def idle_seconds(self) -> float: ...

@@ -46,8 +46,8 @@ class Engines:
             raise SamplesLostError("collector 1 died", [1])
         return Scores([sample.prompt.index + sample.sample_index / 10 for sample in samples])
 
-    def idle_share(self) -> float:
-        return 0.0
+    def measure_engines(self) -> dict[str, float]:
+        return {}
 
     def note_lost(self, num_samples: int) -> None:
         self.num_lost += num_samples

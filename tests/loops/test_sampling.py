@@ -71,8 +71,8 @@ class Numbered:
             for i in range(num_samples)
         ]
 
-    def idle_share(self) -> float:
-        return 0.25
+    def measure_engines(self) -> dict[str, float]:
+        return {"idle/engines": 0.25}
 
     def take_num_lost(self) -> int:
         return 0

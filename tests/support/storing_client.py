@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, StoredSample
 
@@ -58,6 +59,9 @@ class StoringClient:
 
     def is_lost(self, sample: StoredSample) -> bool:
         return False
+
+    def take_paces(self) -> Paces:
+        return self._client.take_paces()
 
     async def idle_seconds(self) -> float:
         return await self._client.idle_seconds()

@@ -139,8 +139,8 @@ class TablePolicy:
     def take_num_lost(self) -> int:
         return 0
 
-    def idle_share(self) -> float:
-        return 0.0
+    def measure_engines(self) -> dict[str, float]:
+        return {}
 
     def _sample(
         self, prompt: Prompt, index: int, greedy: bool, generator: torch.Generator

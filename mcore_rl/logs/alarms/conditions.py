@@ -50,7 +50,7 @@ class MetricAlarm:
     """A rule under a name, with what to do about it, and how long it has been met.
 
     of    "": the rule's bound is a number; "first" or "usual": a factor of these values
-    rank  the metric with the number of the trainer rank that the alarm names; "": none
+    rank  the metric with the number of what the alarm names, a `role`; "": none
     """
 
     name: str
@@ -58,6 +58,7 @@ class MetricAlarm:
     remedy: str
     of: Literal["", "first", "usual"] = ""
     rank: str = ""
+    role: str = "trainer rank"
     is_on: bool = False
     _is_met: bool = False
     _num_in_row: int = 0
@@ -81,7 +82,7 @@ class MetricAlarm:
             return None
         self.is_on = is_met
         state = "on" if is_met else "cleared"
-        who = f"trainer rank {metrics[self.rank]:.0f}: " if self.rank else ""
+        who = f"{self.role} {metrics[self.rank]:.0f}: " if self.rank else ""
         text = self._describe(step, value, bound, who)
         return AlarmEvent(self.name, state, step, self.rule.metric, value, bound, text)
 
@@ -245,6 +246,13 @@ def _list_of_engines(options: AlarmsConfig) -> Iterator[MetricAlarm]:
             " and what else runs on these machines"
         )
         yield MetricAlarm("speed", rule, remedy, of="usual")
+    if options.slow_engine:
+        rule = AlarmRule("engines/lag", ">", options.slow_engine, options.steps)
+        remedy = (
+            "a step waits for its last responses: see logs/sglang_<k>.log, and the clocks, the"
+            " temperature and what else runs on its machine"
+        )
+        yield MetricAlarm("slow_engine", rule, remedy, rank="engines/slowest", role="engine")
     if options.engine_down:
         rule = AlarmRule("sync/engines_failed", ">", 0.0, 1)
         remedy = (

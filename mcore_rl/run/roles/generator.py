@@ -9,6 +9,7 @@ from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.progress import count_in_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
+from mcore_rl.rollout.paces import measure_lag
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.sampling_client import SamplingClient
 from mcore_rl.rollout.transport import RolloutError
@@ -41,7 +42,7 @@ class EngineGenerator:
         self._watched = watched
         self._revive = revive
         self._idle_before = now_s(), watched(client.idle_seconds())
-        """The time of the last `idle_share` and the engines' idle seconds then."""
+        """The time of the last `_measure_idle` and the engines' idle seconds then."""
         self._num_lost = 0
         """Complete samples that were lost."""
         self._num_told = 0
@@ -64,7 +65,11 @@ class EngineGenerator:
             samples += self._watched(self._generate(prompts, num_samples, sampling))
         return samples
 
-    def idle_share(self) -> float:
+    def measure_engines(self) -> dict[str, float]:
+        """See roles.Generator."""
+        return {"idle/engines": self._measure_idle(), **measure_lag(self._client.take_paces())}
+
+    def _measure_idle(self) -> float:
         """Return the share of the time since the last call in which an engine had no request."""
         idle_s = self._watched(self._client.idle_seconds())
         at_s = now_s()

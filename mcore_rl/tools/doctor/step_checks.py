@@ -117,9 +117,9 @@ class StandInEngine:
     def take_num_lost(self) -> int:
         return 0
 
-    def idle_share(self) -> float:
-        """Return 0: nobody looks how long this engine waits."""
-        return 0.0
+    def measure_engines(self) -> dict[str, float]:
+        """Return nothing: nobody looks how long this engine waits."""
+        return {}
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of each sequence's tokens but the first, at temperature 1."""

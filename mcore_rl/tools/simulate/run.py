@@ -286,7 +286,9 @@ class SimulatedRun:
     def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
         """Return a collector for the engines of each node, and their pool."""
         config = self._config
-        addresses = [EngineAddress(url, "simulated") for url in self.engines]
+        addresses = [
+            EngineAddress(url, "simulated", number=k) for k, url in enumerate(self.engines)
+        ]
         transport = SimulatedTransport(self.engines, self.workload)
         urls = list(self.engines)
         hosts = [[urls[k] for k in own] for own in self._placement.engines_by_collector()]

@@ -81,6 +81,20 @@ def test_speed_is_compared_with_what_was_usual_of_late() -> None:
     ]
 
 
+def test_a_slow_engine_is_named_once_it_lags_in_five_steps() -> None:
+    alarms = list_alarms(
+        AlarmsConfig(),
+        **{"max_response_len": 512, "drift_bound": 0.03},
+        **{"compares_groups": True, "reads_rewards": True},
+    )
+    [alarm] = [alarm for alarm in alarms if alarm.name == "slow_engine"]
+    rows = [{"engines/lag": 3.1, "engines/slowest": 2.0}] * 5
+    events = [alarm.note(step, row) for step, row in enumerate(rows, 3)]
+    assert events[:4] == [None] * 4 and events[4] is not None
+    expected = "alarm: slow_engine, steps 3 to 7: engines/lag=3.1, above 2: engine 2: a step waits"
+    assert events[4].text.startswith(expected)
+
+
 def test_a_bound_of_zero_is_off() -> None:
     options = AlarmsConfig(
         signal=False,
@@ -90,6 +104,7 @@ def test_a_bound_of_zero_is_off() -> None:
         drift=False,
         staleness=0,
         speed=0,
+        slow_engine=0,
         slow_rank=0,
         engine_down=False,
         saves=False,

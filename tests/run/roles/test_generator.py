@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -116,10 +117,26 @@ def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> N
     engine.num_free = 0
     generator = make_generator(loop, engine)
     time.sleep(0.1)
-    assert generator.idle_share() == pytest.approx(1.0, abs=0.1)
+    assert generator.measure_engines() == {"idle/engines": pytest.approx(1.0, abs=0.1)}
     threading.Timer(0.5, engine.resume).start()
     generator.generate(PROMPTS, 4, greedy=False, seed=0)
-    assert generator.idle_share() < 0.5
+    measured = generator.measure_engines()
+    assert measured["idle/engines"] < 0.5 and "engines/lag" not in measured, "it has no others"
+
+
+def test_the_engine_that_takes_longest_for_a_token_is_named(loop: EventLoop) -> None:
+    """Engine 1 answers at once, engine 2 half a second later."""
+    engines = [FakeSGLang(loop), FakeSGLang(loop)]
+    addresses = [replace(engine.address, number=1 + k) for k, engine in enumerate(engines)]
+    transport = HttpOptions.make(CONFIG, [9], str).open
+    client = StoringClient(RolloutClient(addresses, CONFIG, transport))
+    generator = EngineGenerator(client, CONFIG, loop.run)
+    engines[1].num_free = 0
+    threading.Timer(0.5, engines[1].resume).start()
+    generator.generate(PROMPTS, 4, greedy=False, seed=0)
+    measured = generator.measure_engines()
+    assert measured["engines/lag"] > 2 and measured["engines/slowest"] == 2.0
+    assert "engines/lag" not in generator.measure_engines(), "since the last call"
 
 
 def test_a_client_without_an_engine_is_refused() -> None:
