@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from mcore_rl.batches.group_files import GroupFile
 from mcore_rl.batches.stored_batch import home_of
 from mcore_rl.cluster.answers import RankDiedError, RankError, RankStoppedError
-from mcore_rl.cluster.group import IndependentRanks
+from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import ROOM_S, find_room
 from mcore_rl.cluster.stores import StoreHandles, share_array

@@ -1,13 +1,10 @@
 """Calls all ranks of one role as one object, and returns their answers or raises one error.
 
-RankGroup          the ranks wait for one another, so if one rank fails, all ranks end
-IndependentRanks   if one rank dies, the others go on
+If one rank fails, all end, as they wait for one another; see independent_ranks.py for others.
 """
 
 import asyncio
-import contextlib
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +17,6 @@ from mcore_rl.cluster.answers import (
     GRACE_S,
     Answers,
     Rank,
-    RankDiedError,
     RankError,
     RankHungError,
     RankLostError,
@@ -40,7 +36,6 @@ T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
 WATCHED_CALLS = 3
 """A busy rank answers a health check late: after at most so many of its calls."""
-_POLL_S = 0.2
 
 
 def start_actor(
@@ -101,7 +96,7 @@ class RankGroup:
         self._stopped_s = stopped_s
         envs = runtime_envs or {}
         self.role = role
-        names = _name_nodes() if slots else {}
+        names = name_nodes() if slots else {}
         self.ranks = [
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))
             for k, slot in enumerate(slots)
@@ -321,7 +316,7 @@ class RankGroup:
         """
         refs = [actor.node_id.remote() for actor in self._actors]
         ids = self.finish(self._expect("start-up", refs, deadline_s))
-        names = _name_nodes()
+        names = name_nodes()
         self.ranks = [
             replace(rank, node_id=node, node=names.get(node, ""))
             for rank, node in zip(self.ranks, ids, strict=True)
@@ -393,7 +388,7 @@ async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:
         await asyncio.gather(task, *watching, return_exceptions=True)
 
 
-def _name_nodes() -> dict[str, str]:
+def name_nodes() -> dict[str, str]:
     """Return Ray's id of each node -> its name; {} if the cluster has a single node."""
     nodes = list_alive_nodes()
     return {node.id: node.name for node in nodes} if len(nodes) > 1 else {}
@@ -402,106 +397,3 @@ def _name_nodes() -> dict[str, str]:
 def _describe_coordinate(coordinate: object) -> str:
     parts = [(name, getattr(coordinate, name, None)) for name in ("dp", "tp", "pp", "cp", "ep")]
     return " ".join(f"{name} {value}" for name, value in parts if value is not None)
-
-
-class IndependentRanks(RankGroup):
-    """Ranks that do not wait for one another: the failure of one leaves the others as they are."""
-
-    def replace_ranks(self, ranks: Mapping[int, Slot]) -> None:
-        """Start processes in place of those of some ranks, which are killed if they still live."""
-        for k, slot in ranks.items():
-            ray.kill(self._actors[k])
-            self._actors[k] = start_actor(self.ranks[k], slot, None, threads=1)
-            self.ranks[k] = self.ranks[k].name_process(slot.node, self._actors[k].pid.remote())
-
-    async def find_node(self, rank: int, deadline_s: float) -> str:
-        """Return Ray's id of the node of a rank, which may not be that of the start.
-
-        Messages name it from now on.
-        """
-        [node] = await self._ask([rank], "node_id", deadline_s)
-        names = await asyncio.to_thread(_name_nodes)
-        self.ranks[rank] = replace(self.ranks[rank], node_id=node, node=names.get(node, ""))
-        return node
-
-    async def ask_gpus(self, ranks: Sequence[int], deadline_s: float) -> list[tuple[str, ...]]:
-        """Return the GPUs of its machine that Ray assigned to each of some ranks."""
-        return await self._ask(ranks, "gpu_ids", deadline_s)
-
-    async def ask_meeting_points(
-        self, ranks: Sequence[int], deadline_s: float
-    ) -> list[tuple[str, int]]:
-        """Return (address, free port) of the machines of some ranks; see find_meeting_points."""
-        return await self._ask(ranks, "find_meeting_point", deadline_s)
-
-    async def _ask(self, ranks: Sequence[int], question: str, deadline_s: float) -> list[Any]:
-        """Return what the actors of some ranks answer before they have a worker."""
-        refs = [getattr(self._actors[rank], question).remote() for rank in ranks]
-        asked = [self.ranks[rank] for rank in ranks]
-        return await Answers("start-up", refs, asked, deadline_s).wait_async()
-
-    async def build_one(
-        self, rank: int, worker_cls: type, args: Sequence[Any], deadline_s: float
-    ) -> None:
-        """Make the worker of a restarted process. Raises RankError."""
-        ref = self._actors[rank].build.remote(deadline_s, worker_cls, *args)
-        await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
-
-    async def wait_for_process(self, rank: int, deadline_s: float) -> None:
-        """Return once Ray has restarted the process of a rank that died.
-
-        Earlier calls may go to the dead process. Raises RankDiedError if Ray takes too long.
-        """
-        until_s = time.monotonic() + deadline_s
-        while True:
-            ref = self._actors[rank].pid.remote()
-            try:
-                await Answers("start-up", [ref], [self.ranks[rank]], deadline_s).wait_async()
-            except RankDiedError:
-                if time.monotonic() > until_s:
-                    raise
-                await asyncio.sleep(_POLL_S)
-            else:
-                return
-
-    async def gather_living(
-        self, ranks: Sequence[int], method: str, *args: object, deadline_s: float
-    ) -> dict[int, Any]:
-        """Make a call on some ranks; return rank -> answer, or RankDiedError for a dead rank.
-
-        Raises RankError if a rank raises or does not answer in time.
-        """
-        refs = [self._actors[rank].call.remote(deadline_s, method, *args) for rank in ranks]
-        answers = [
-            Answers(method, [ref], [self.ranks[rank]], deadline_s).wait_async()
-            for rank, ref in zip(ranks, refs, strict=True)
-        ]
-        results: dict[int, Any] = {}
-        waiting = await asyncio.gather(*answers, return_exceptions=True)
-        for rank, result in zip(ranks, waiting, strict=True):
-            if isinstance(result, RankDiedError):
-                results[rank] = result
-            elif isinstance(result, BaseException):
-                raise result
-            else:
-                results[rank] = result[0]
-        return results
-
-    def kill_ranks(self, ranks: Sequence[int]) -> None:
-        """Kill the processes of some ranks, and their children."""
-        for rank in ranks:
-            ray.kill(self._actors[rank])
-
-    def kill_process(self, rank: int) -> None:
-        """Kill the process of a rank, which Ray starts again where ranks return."""
-        ray.kill(self._actors[rank], no_restart=False)
-
-    def call_living(self, ranks: Sequence[int], method: str, *, deadline_s: float) -> None:
-        """Make a call on some ranks; ignore ranks that died meanwhile. Raises RankError."""
-        refs = [self._actors[rank].call.remote(deadline_s, method) for rank in ranks]
-        for rank, ref in zip(ranks, refs, strict=True):
-            with contextlib.suppress(RankDiedError):
-                Answers(method, [ref], [self.ranks[rank]], deadline_s).wait()
-
-    def _fail(self, error: BaseException) -> None:
-        pass

@@ -15,12 +15,13 @@ from typing import Any
 
 from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
-from mcore_rl.cluster.engines import EngineGroup, ServedEngines
+from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import report_placement, reserve_in_ray
+from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
 from mcore_rl.config import (

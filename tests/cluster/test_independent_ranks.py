@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from mcore_rl.cluster.answers import RankDiedError, RankError
-from mcore_rl.cluster.group import IndependentRanks
+from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig

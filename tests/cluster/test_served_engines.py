@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.cluster.engines import make_served_spec
+from mcore_rl.cluster.served_engines import make_served_spec
 from mcore_rl.config import ServedModelConfig
 from tests.support.engine_keys import KEYS
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.engines import make_served_spec
+from mcore_rl.cluster.served_engines import make_served_spec
 from mcore_rl.config import ServedModelConfig
 from mcore_rl.rollout.served_models import SERVED_DTYPES, check_served_path, find_dtype
 from tests.support.engine_keys import KEYS

@@ -24,10 +24,11 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from mcore_rl.algo.policy_loss import sft_loss
-from mcore_rl.cluster.engines import EngineGroup, ServedEngines
+from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.group import RankError, guard
 from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
+from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import (
     ClusterConfig,
