@@ -201,6 +201,9 @@ class TrainConfig(UpdatesConfig, group="train"):
     indexer_replay: Literal["none", "engine"] = "none"
     """Keys that tokens attend to in models with sparse attention. none: those that the trainer's
     indexers choose; engine: those that the engine sampled with (docs/moe.md)."""
+    indexer_loss: float = bounded(0.0, ge=0)
+    """Weight of a loss that teaches indexers of sparse attention which keys attention weighs most;
+    0: they stay as they were loaded (docs/moe.md)."""
     router_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each micro-batch."""
     router_sequence_aux_loss_coef: float = bounded(0.0, ge=0)

@@ -356,11 +356,12 @@ def find_unread_in_sync(parity_check: ParityCheckConfig, sync: SyncConfig) -> It
 _FROZEN = (
     "train.freeze_router",
     "train.vision",
+    "train.indexer_loss",
     "train.router_aux_loss_coef",
     "train.router_sequence_aux_loss_coef",
     "train.router_bias_rate",
 )
-"""Options of weights that are frozen under factors: routers, their biases and vision towers."""
+"""Options of weights that are frozen under factors: routers, indexers, biases, vision towers."""
 
 
 def find_unread_beside_lora(

@@ -128,7 +128,9 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     },
     "Indexers of sparse attention": {
         "indexer/differing_share": "share of the engine's chosen keys that the trainer leaves out",
-        "indexer/layer_<i>/differing_share": "the same of one layer",
+        "indexer/loss": "train.indexer_loss without its weight, mean over tokens and layers, nats",
+        "indexer/grad_norm": "norm of the indexers' gradient before clipping",
+        "indexer/layer_<i>/<name>": "differing_share and loss of one layer",
     },
     "Weight sync": {
         "sync/seconds": "wall time of the weight sync",

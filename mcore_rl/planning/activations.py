@@ -23,6 +23,8 @@ DELTA_CHUNK_LEN = 64
 """Tokens of a chunk of flash-linear-attention's kernels of gated delta nets."""
 MAMBA_CHUNK_LEN = 128
 """Tokens of a chunk of mamba_ssm's kernels, as megatron-core calls them."""
+LOSS_CHUNK = 1 << 28
+"""Bytes that the loss of indexers takes for a few tokens at once; BYTES_AT_ONCE in its file."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Pass:
     expert_load     tokens of the most loaded rank's experts over the mean
     sparse_kernel   whether sparse attention has a fused kernel (train.megatron.dsa_kernel_backend);
                     without one it has the scores of all pairs of tokens
+    trains_indexers whether indexers learn (train.indexer_loss)
     """
 
     tokens: int
@@ -47,6 +50,7 @@ class Pass:
     logprob_chunk: int
     expert_load: float
     sparse_kernel: bool = False
+    trains_indexers: bool = False
 
 
 class Activations:
@@ -81,7 +85,8 @@ class Activations:
             again -= self.count_kept(layer)
         if "linear" in kinds:
             again += self._count_states()
-        return buffers * self._step.itemsize + again + self._count_index_scores()
+        again += self._count_index_scores() + self._count_indexer_loss()[1]
+        return buffers * self._step.itemsize + again
 
     def count_logits(self, padded_vocab: int) -> float:
         """Bytes of logits and their gradient (last stage), and of a chunk's float32 copies.
@@ -162,6 +167,18 @@ class Activations:
         pairs = self._tokens * self._step.tokens
         return 2 * FLOAT32 * self._sizes["index_heads"] * pairs
 
+    def _count_indexer_loss(self) -> tuple[float, float]:
+        """Bytes that the indexer's own loss keeps for the backward pass, and those it works with.
+
+        It keeps its parts with their gradients, and works with attention to the chosen keys and
+        with a few tokens at once. Tensor-parallel ranks compute the same.
+        """
+        if not self._step.trains_indexers or "index_topk" not in self._sizes:
+            return 0.0, 0.0
+        numbers = self._sizes["index_q"] + self._sizes["index_head"] + self._sizes["index_heads"]
+        kept = self._tokens * numbers * (FLOAT32 + self._step.itemsize)
+        return kept, self._tokens * self._sizes["index_topk"] * 2 * FLOAT32 + LOSS_CHUNK
+
     def _count_sparse(self, numbers: float, recomputed: Collection[str]) -> float:
         """Bytes of attention to chosen keys, beside `numbers` of latent projections and the output.
 
@@ -177,6 +194,8 @@ class Activations:
         scores = 0.0
         if not self._step.sparse_kernel and "core_attn" not in recomputed:
             scores = heads * self._tokens * self._step.tokens * (FLOAT32 + self._step.itemsize)
+        if "core_attn" not in recomputed:
+            scores += self._count_indexer_loss()[0]
         return numbers * self._step.itemsize + scores
 
     def _count_delta_net(self, recomputed: Collection[str]) -> float:

@@ -408,6 +408,7 @@ def _make_pass(
         logprob_chunk=train.logprob_chunk,
         expert_load=expert_load,
         sparse_kernel=train.megatron.get("dsa_kernel_backend", "none") != "none",
+        trains_indexers=train.indexer_loss > 0,
     )
 
 

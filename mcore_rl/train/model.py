@@ -40,7 +40,7 @@ from mcore_rl.config.training import ExpertGemm
 from mcore_rl.train.experts.layer import use_grouped_products
 from mcore_rl.train.hybrid import make_hybrid_chunk
 from mcore_rl.train.router import TokenWeightedRouter
-from mcore_rl.train.sparse.indexer import adapt_sparse_attention, freeze_indexers
+from mcore_rl.train.sparse.indexer import adapt_sparse_attention
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
 from mcore_rl.weights.hf.config import pad_vocab_size
@@ -204,7 +204,6 @@ def make_chunks(
         _make_chunk(config, hf_config, expert_gemm, stage if virtual else None) for stage in stages
     ]
     _mark_parameters(chunks)
-    freeze_indexers(chunks)
     return chunks
 
 

@@ -40,6 +40,7 @@ from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.sparse.choices import KeyChoices
+from mcore_rl.train.sparse.indexer import freeze_indexers, set_indexers_apart
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -91,7 +92,11 @@ class TrainedModel:
         self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
-        self._keys = KeyChoices.from_config(self._config)
+        self._keys = KeyChoices.from_config(self._config, train.indexer_loss)
+        if train.indexer_loss:
+            set_indexers_apart(chunks)
+        else:
+            freeze_indexers(chunks)
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.from_config(self.hf_config)
@@ -300,7 +305,7 @@ class TrainedModel:
             self._adapter.merge()
         self.step += 1
         router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
-        work = {**self._work(batches), **(self._keys.reduce() if self._keys else {})}
+        work = {**self._work(batches), **(self._keys.reduce(num_tokens) if self._keys else {})}
         memory = peak_memory()
         if not is_on_last_stage():
             return None
@@ -314,6 +319,8 @@ class TrainedModel:
         if update.has_bad_loss and math.isfinite(loss):
             loss = math.nan  # that of another rank
         skipped = {"train/skipped_share": float(not update.is_taken)}
+        if update.apart_norm is not None:
+            work["indexer/grad_norm"] = update.apart_norm
         of_step = {**metrics, **router, **memory, **work, **skipped}
         return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
 
@@ -357,7 +364,7 @@ class TrainedModel:
         if self._shared is not None:
             self._shared.enter(placed)
         if self._keys is not None:
-            placed = replace(placed, chunk_keys=self._keys.enter(batch))
+            placed = replace(placed, chunk_keys=self._keys.enter(batch, placed))
         return self._output_rows.enter(placed)
 
     def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.training import WHOLE_LAYERS
-from mcore_rl.planning.activations import Activations, Pass
+from mcore_rl.planning.activations import LOSS_CHUNK, Activations, Pass
+from mcore_rl.train.sparse.loss import BYTES_AT_ONCE
 from mcore_rl.weights.hf.config import read_hf_config
 
 QWEN = read_hf_config("recipes/model/qwen3_30b_a3b")
@@ -97,3 +98,19 @@ def test_sparse_attention_without_a_kernel_keeps_scores_of_all_pairs() -> None:
     again = Activations(SPARSE, one_pass(tokens, recomputed=frozenset({"core_attn"})))
     assert again.count_kept(0) == wanted
     assert again.count_working(0) == plain.count_working(0) + scores
+
+
+def test_indexers_that_learn_keep_their_parts_and_gradients() -> None:
+    tokens = 1024
+    step = one_pass(tokens, sparse_kernel=True)
+    frozen, trained = (
+        Activations(SPARSE, replace(step, trains_indexers=trains)) for trains in (False, True)
+    )
+    parts = 64 * 128 + 128 + 64
+    assert trained.count_kept(0) - frozen.count_kept(0) == tokens * parts * (4 + 2)
+    target = tokens * 2048 * 2 * 4
+    assert (
+        trained.count_working(0) - frozen.count_working(0)
+        == target + LOSS_CHUNK
+        == (target + BYTES_AT_ONCE)
+    )

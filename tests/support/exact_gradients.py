@@ -18,17 +18,22 @@ def compute_exact_gradients(
     model: Any, batches: Sequence[TrainBatch], temperature: float
 ) -> dict[str, Tensor]:
     """Return HF name -> gradient of the summed `token_loss`; the model is in float64 after it."""
-    model.double()
-    for module in model.modules():
-        if hasattr(getattr(module, "config", None), "_experts_implementation"):
-            module.config._experts_implementation = "eager"  # the grouped product takes no float64
-    with _InDouble():
+    use_double(model)
+    with InDouble():
         for batch in batches:
             _add_gradients(model, _to_double(batch), temperature)
     return dict(_name_gradients(model))
 
 
-class _InDouble(TorchFunctionMode):
+def use_double(model: Any) -> None:
+    """Bring a model to float64; call it within `InDouble`."""
+    model.double()
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "_experts_implementation"):
+            module.config._experts_implementation = "eager"  # the grouped product takes no float64
+
+
+class InDouble(TorchFunctionMode):
     """Makes float64 of each float32 that the model's own code asks for, as norms do."""
 
     def __torch_function__(

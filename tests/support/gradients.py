@@ -15,7 +15,7 @@ Boxed = list[tuple[Box, Tensor]]
 
 
 def boxed_gradients(model: TrainedModel) -> Boxed:
-    """Return the last step's gradient of every parameter of this rank; a collective.
+    """Return the last step's gradient of every trained parameter of this rank; a collective.
 
     Experts' biases are buffers, which have none.
     """
@@ -24,6 +24,7 @@ def boxed_gradients(model: TrainedModel) -> Boxed:
         f"{i}.{name}": cast(Any, parameter).main_grad
         for i, chunk in enumerate(model.chunks)
         for name, parameter in unwrap_model(chunk).named_parameters()
+        if parameter.requires_grad
     }
     shards = [shard for shard in model.weight_layout()[0] if shard.tensor in gradients]
     return [(shard.box, shard.view(gradients).clone()) for shard in shards]

@@ -6,6 +6,7 @@ fewer keys than are chosen, and no row for the last token of a sequence.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,22 @@ def use_given_keys(model: Any, keys_TLK: Tensor) -> Iterator[None]:
 
 def sequences_of(batch: TrainBatch) -> Sequence[Tensor]:
     return batch.token_ids_T.split(list(batch.lens_N))
+
+
+def with_random_keys(batches: list[TrainBatch], topk: int) -> list[TrainBatch]:
+    """Return the batches with keys of four layers that no indexer chose.
+
+    The last token of a sequence has none.
+    """
+    generator, out = torch.Generator().manual_seed(3), []
+    for batch in batches:
+        keys_TLK = torch.full((len(batch.token_ids_T), 4, topk), -1, dtype=torch.int32)
+        first = 0
+        for length in batch.lens_N:
+            for t in range(length - 1):
+                for layer in range(4):
+                    row = torch.randperm(t + 1, generator=generator)[:topk].sort().values
+                    keys_TLK[first + t, layer, : len(row)] = row.int()
+            first += length
+        out.append(replace(batch, indexer_topk_TLK=keys_TLK))
+    return out

@@ -65,7 +65,7 @@ TIMEOUT_S = 60.0
 def make_config(
     hf_dir: Path, layout: Mapping[str, Any], steps: int = 1, *, routed_experts: bool = True
 ) -> Config:
-    """A GRPO recipe; the router's expert bias is trained if the family has one.
+    """A GRPO recipe; the router's expert bias and indexers are trained if the family has them.
 
     `routed_experts`: train on the experts that the engines chose.
     """
@@ -81,6 +81,7 @@ def make_config(
             max_tokens_per_microbatch=256,
             router_replay="engine" if routed_experts and any(moe_layers(hf_config)) else "none",
             router_bias_rate=0.01 if has_bias else 0.0,
+            indexer_loss=1.0 if "index_topk" in hf_config else 0.0,
         ),
         rollout=SAMPLED,
         drift=DriftConfig(routed_experts=routed_experts),

@@ -78,7 +78,7 @@ TRANSFORMER_RULES = Rules(
             *("window_size", "window_attn_skip_freq", "qk_layernorm", "qk_l2_norm"),
             *("attention_output_gate", "multi_latent_attention", "no_rope_freq"),
             *("experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim"),
-            *("dsa_indexer_topk", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
+            "dsa_indexer_topk",
             *("linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
             *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
             *("apply_residual_connection_post_layernorm", "num_moe_experts", "moe_latent_size"),
@@ -153,6 +153,9 @@ TRANSFORMER_RULES = Rules(
             *("moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"),
         ),
         **with_reason("set train.router_replay", "moe_enable_routing_replay"),
+        **with_reason(
+            "set train.indexer_loss", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"
+        ),
         **with_reason(
             "a fused router neither replays experts nor reports its own, which train.router_replay"
             " and drift.routed_experts need; leave it out",

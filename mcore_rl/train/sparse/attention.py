@@ -4,7 +4,9 @@
                              replays       reads the keys that the micro-batch names; its own
                                            indexer chooses for tokens without any, which are the
                                            last of each sequence and padding
-                             otherwise     reads what its indexer chooses, and counts differences
+                             otherwise     reads what its indexer chooses
+                             counts        counts where that differs from what is named
+                             loss          trains the indexer on the keys that were read
 
 megatron-core lets a layer take over the choice of an earlier one, through a dictionary that travels
 with the lengths of the sequences. Given keys come the same way, and choices are read from there.
@@ -17,12 +19,14 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.experimental_attention_variant import dsa_layout
 from megatron.core.transformer.experimental_attention_variant.dsa import (
+    DSAIndexerLossAutoScaler,
     DSAttention,
     fused_qk_topk_naive,
 )
 from torch import Tensor
 
 from mcore_rl.train.sparse.choices import ChunkKeys, IndexedSeqParams
+from mcore_rl.train.sparse.loss import Divergence, IndexerLoss, compute_target
 
 
 class SparseAttention(DSAttention):
@@ -38,17 +42,69 @@ class SparseAttention(DSAttention):
             return super().forward(query, key, value, **given)
         holder: dict[int, Tensor] = {}
         if keys.replays:
-            holder[self.layer_number] = self._take_given(keys, given["x"], given["qr"], params)[
-                None
-            ]
+            given_TK = self._take_given(keys, given["x"], given["qr"], params)
+            holder[self.layer_number] = given_TK[None]
         self.index_share = True
         self.skip_topk = keys.replays
         given["packed_seq_params"] = replace(params, _dsa_index_share_topk_holder=holder)
         out = super().forward(query, key, value, **given)
         self.index_share = self.skip_topk = False
-        if not keys.replays and torch.is_grad_enabled():  # layers are recomputed with gradients
-            keys.count(self.layer_number, holder[self.layer_number][0])
-        return out
+        if not torch.is_grad_enabled():  # layers are recomputed with gradients
+            return out
+        chosen_TK = holder[self.layer_number][0]
+        if keys.counts is not None and not keys.replays:
+            keys.count(self.layer_number, keys.counts, chosen_TK)
+        if keys.loss is None:
+            return out
+        index = self.indexer.forward_before_topk(given["x"].detach(), given["qr"].detach(), params)
+        loss = self._compute_loss(keys.loss, query.detach(), key.detach(), index, chosen_TK, params)
+        return DSAIndexerLossAutoScaler.apply(out, keys.loss.coef * loss)  # type: ignore[return-value]
+
+    def _compute_loss(
+        self,
+        loss: IndexerLoss,
+        query: Tensor,
+        key: Tensor,
+        index: tuple[Tensor, Tensor, Tensor],
+        chosen_TK: Tensor,
+        params: IndexedSeqParams,
+    ) -> Tensor:
+        """Return the sum of the indexer's loss over local tokens, and add it to the layer's sums.
+
+        query, key   of attention, [T, 1, H, D] and [T, 1, 1, D]
+        index        the indexer's queries [T, 1, H, d], keys [T, 1, d] and weights of heads
+        """
+        index_query, index_key, head_weights = index
+        query, key = (dsa_layout.ensure_sbhd(x, "latents")[0] for x in (query, key))
+        assert key.shape[2] == 1, f"attention has keys of {key.shape[2]} heads, not latents"
+        num_tokens = len(chosen_TK)
+        assert len(query) == len(index_query) == num_tokens, (query.shape, index_query.shape)
+        if self.pg_collection.cp.size() > 1:
+            _, order = self._order_packed(num_tokens, params, query.device)
+            key, index_key = (self._gather_packed(x, order) for x in (key, index_key))
+        target_TK = compute_target(
+            query[:, 0], key[:, 0, 0], chosen_TK, self.softmax_scale, self.pg_collection.tp
+        )
+        total = Divergence.apply(
+            *(index_query[:, 0], index_key[:, 0], head_weights[:, 0]),
+            *(target_TK, chosen_TK, loss.weigh_tokens(num_tokens)),
+        )
+        loss.sums_L[self.layer_number - 1] += total.detach()
+        return total
+
+    def _order_packed(
+        self, num_tokens: int, params: IndexedSeqParams, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return (positions of local tokens among the packed ones, order of gathered keys)."""
+        group = self.pg_collection.cp
+        return dsa_layout.build_packed_allgather_cp_query_positions_and_key_reorder(
+            *(params.cu_seqlens_q, params.cu_seqlens_kv, group.size(), group.rank(), device),
+            local_output_size=num_tokens,
+        )
+
+    def _gather_packed(self, key: Tensor, order: Tensor) -> Tensor:
+        """Return the keys of all context-parallel ranks in packed order."""
+        return gather_from_sequence_parallel_region(key, group=self.pg_collection.cp)[order]
 
     @torch.no_grad()
     def _take_given(
@@ -58,19 +114,9 @@ class SparseAttention(DSAttention):
         given_TK, without_U = keys.get_given(self.layer_number)
         query, key, weights = self.indexer.forward_before_topk(x, qr, params)
         position_T = torch.arange(len(given_TK), device=x.device)
-        cp_group = self.pg_collection.cp
-        if cp_group.size() > 1:
-            position_T, order = (
-                dsa_layout.build_packed_allgather_cp_query_positions_and_key_reorder(
-                    params.cu_seqlens_q,
-                    params.cu_seqlens_kv,
-                    cp_group.size(),
-                    cp_group.rank(),
-                    x.device,
-                    local_output_size=len(given_TK),
-                )
-            )
-            key = gather_from_sequence_parallel_region(key, group=cp_group)[order]
+        if self.pg_collection.cp.size() > 1:
+            position_T, order = self._order_packed(len(given_TK), params, x.device)
+            key = self._gather_packed(key, order)
         position_U = position_T[without_U]
         cu_seqlens = params.cu_seqlens_q.long()
         sequence_U = torch.searchsorted(cu_seqlens[1:], position_U, right=True)

@@ -1,8 +1,8 @@
 """Brings the keys that a micro-batch names to attention, and counts where the indexer differs.
 
     Actor -> begin(batches)        opens a pass
-    Actor -> enter(batch, chunk)   returns what layers of a chunk read and count of a micro-batch
-    layer -> given, count          gets its keys, or reports those of its own indexer
+    Actor -> enter(batch, placed)  returns what layers of a chunk read and count of a micro-batch
+    layer -> given, count, loss    gets its keys, or reports those of its own indexer; trains it
     Actor -> reduce                adds up over ranks what the train step counted
 
 Positions in a sample become positions among the packed keys of all context-parallel ranks:
@@ -19,12 +19,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from mcore_rl.device import device, on_device
 from mcore_rl.train.packing import RankBatch
+from mcore_rl.train.sparse.loss import IndexerLoss
 
 ROWS_AT_ONCE = 1024
 """Tokens whose keys are compared at once; each takes a byte per packed key."""
@@ -36,12 +38,15 @@ class ChunkKeys:
 
     batch     the micro-batch, in host memory
     replays   whether attention reads the keys that it names, not those that the indexer chooses
-    counts    what `KeyChoices` adds up, int64 [L, 2] on the device
+    counts    what `KeyChoices` adds up, int64 [L, 2] on the device; None: the micro-batch names no
+              keys, or they have no effect
+    loss      how indexers are trained; None: they are not
     """
 
     batch: RankBatch
     replays: bool
-    counts: Tensor
+    counts: Tensor | None
+    loss: IndexerLoss | None
 
     def get_given(self, layer_number: int) -> tuple[Tensor, Tensor]:
         """Return the packed keys that a layer, from 1, is given, and the tokens without any.
@@ -52,7 +57,7 @@ class ChunkKeys:
         without_U = (keys_TK < 0).all(1).nonzero()[:, 0]
         return on_device(keys_TK).long(), on_device(without_U)
 
-    def count(self, layer_number: int, own_TK: Tensor) -> None:
+    def count(self, layer_number: int, counts_L2: Tensor, own_TK: Tensor) -> None:
         """Count the given keys of a layer, from 1, and those among them that `own_TK` lacks."""
         given_TK, _ = self.get_given(layer_number)
         num_keys = int(self.batch.cu_seqlens_N1[-1])
@@ -65,8 +70,8 @@ class ChunkKeys:
             is_own_tS.scatter_(1, own_tK.long() + 1, True)
             is_given_tK = given_tK >= 0
             is_left_out_tK = is_given_tK & ~is_own_tS.gather(1, given_tK + 1)
-            self.counts[layer_number - 1, 0] += is_given_tK.sum()
-            self.counts[layer_number - 1, 1] += is_left_out_tK.sum()
+            counts_L2[layer_number - 1, 0] += is_given_tK.sum()
+            counts_L2[layer_number - 1, 1] += is_left_out_tK.sum()
 
 
 @dataclass
@@ -81,17 +86,21 @@ class IndexedSeqParams(PackedSeqParams):
 
 
 class KeyChoices:
-    """Tells layers with sparse attention which keys a micro-batch names for its tokens."""
+    """Tells layers with sparse attention which keys a micro-batch names, and how indexers learn."""
 
-    def __init__(self, num_layers: int, topk: int) -> None:
+    def __init__(self, num_layers: int, topk: int, coef: float) -> None:
+        """`coef`: weight of the indexers' own loss; 0: they are not trained."""
         self._shape = (num_layers, topk)
+        self._coef = coef
         self._replays: bool | None = None
         self._counts_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device())
+        self._losses_L = torch.zeros(num_layers, dtype=torch.float64, device=device())
 
     @classmethod
-    def from_config(cls, config: TransformerConfig) -> "KeyChoices | None":
+    def from_config(cls, config: TransformerConfig, coef: float) -> "KeyChoices | None":
         """Return the choices of a model; None if it has no indexers."""
-        return cls(config.num_layers, config.dsa_indexer_topk) if config.dsa_indexer_topk else None
+        topk = config.dsa_indexer_topk
+        return cls(config.num_layers, topk, coef) if topk else None
 
     def begin(self, batches: Sequence[RankBatch], *, replay: bool | None) -> None:
         """Open a pass.
@@ -102,6 +111,7 @@ class KeyChoices:
         """
         self._replays = replay
         self._counts_L2.zero_()
+        self._losses_L.zero_()
         for batch in batches:
             if batch.named_keys is not None:
                 keys_MLK = batch.named_keys.keys_MLK
@@ -114,24 +124,44 @@ class KeyChoices:
                         " model"
                     )
 
-    def enter(self, batch: RankBatch) -> ChunkKeys | None:
-        """Return what the layers of a chunk read of a micro-batch; None if that is nothing."""
-        if batch.named_keys is None or self._replays is None:
+    def enter(self, batch: RankBatch, placed: RankBatch) -> ChunkKeys | None:
+        """Return what the layers of a chunk read of a micro-batch; None if that is nothing.
+
+        placed   what is on the device of it
+        """
+        loss = None
+        if self._coef:
+            loss = IndexerLoss(self._coef, placed.padding_T, self._losses_L)
+        names_keys = batch.named_keys is not None and self._replays is not None
+        if not names_keys and loss is None:
             return None
-        return ChunkKeys(batch, self._replays, self._counts_L2)
+        replays = names_keys and bool(self._replays)
+        return ChunkKeys(batch, replays, self._counts_L2 if names_keys else None, loss)
 
-    def reduce(self) -> Mapping[str, float]:
-        """Return the share of given keys that indexers left out, over all layers and for each.
+    def reduce(self, num_tokens: int) -> Mapping[str, float]:
+        """Return the metrics of a step of so many tokens; a collective over all ranks.
 
-        It is a collective over all ranks; {} if nothing was counted.
+        They are the share of given keys that indexers left out, if any were counted, and the
+        indexers' mean loss, if they are trained: over all layers, and of each.
         """
         counts_L2 = self._counts_L2.clone()
         dist.all_reduce(counts_L2)
         given_L, left_out_L = counts_L2.double().cpu().unbind(1)
-        if not given_L.sum():
-            return {}
-        shares_L = left_out_L / given_L.clamp(min=1)
-        metrics = {"indexer/differing_share": (left_out_L.sum() / given_L.sum()).item()}
-        for layer, share in enumerate(shares_L.tolist()):
-            metrics[f"indexer/layer_{layer:02d}/differing_share"] = share
+        metrics: dict[str, float] = {}
+        if given_L.sum():
+            metrics["indexer/differing_share"] = (left_out_L.sum() / given_L.sum()).item()
+            metrics |= _name_layers("differing_share", left_out_L / given_L.clamp(min=1))
+        if self._coef:
+            losses_L = self._losses_L.clone()
+            dist.all_reduce(losses_L)
+            # Tensor-parallel ranks compute the same.
+            losses_L /= num_tokens * ps.get_tensor_model_parallel_world_size()
+            metrics["indexer/loss"] = losses_L.mean().item()
+            metrics |= _name_layers("loss", losses_L)
         return metrics
+
+
+def _name_layers(name: str, values_L: Tensor) -> dict[str, float]:
+    """Return the metrics of single layers."""
+    values = enumerate(values_L.tolist())
+    return {f"indexer/layer_{layer:02d}/{name}": value for layer, value in values}

@@ -1,23 +1,26 @@
-"""The indexer of sparse attention: weights of its heads in float32, and frozen parameters.
+"""The indexer of sparse attention: weights of its heads in float32, and what trains it.
 
     hidden states -> linear_weights_proj -> weight of each head, float32     scores = sum over heads
     q_a latent    -> linear_wq_b         -> queries of each head             of weight * relu(q k)
     hidden states -> linear_wk, k_norm   -> one key
 
 A score only decides which keys attention reads, so no gradient of the policy's loss reaches the
-indexer.
+indexer. It stays as it was loaded, or learns from a loss of its own (loss.py). Its gradient then is
+clipped by itself, so that the policy's update is the same with and without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer, DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from mcore_rl.train.guarded_optimizer import APART
 from mcore_rl.train.sparse.attention import SparseAttention
 
 
@@ -60,7 +63,18 @@ def _adapt_core(core: ModuleSpec) -> None:
 
 def freeze_indexers(chunks: Sequence[torch.nn.Module]) -> None:
     """Stop training the indexers; call it before DDP and the optimizer are made."""
+    for parameter in _list_parameters(chunks):
+        parameter.requires_grad_(False)
+
+
+def set_indexers_apart(chunks: Sequence[torch.nn.Module]) -> None:
+    """Leave the indexers out of the gradient's norm; call it before the optimizer is made."""
+    for parameter in _list_parameters(chunks):
+        setattr(parameter, GRAD_NORM_GROUP_ATTR, APART)
+
+
+def _list_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, DSAIndexer):
-                module.requires_grad_(False)
+                yield from module.parameters()

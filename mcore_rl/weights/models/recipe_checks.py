@@ -29,11 +29,12 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
                 f"train.{name}={getattr(train, name)}, but {architecture} has no experts:"
                 f" set train.{name}={str(off).lower()}"
             )
-    if train.indexer_replay != "none" and "index_topk" not in family_of(config).sizes(config):
-        raise ValueError(
-            f"train.indexer_replay={train.indexer_replay}, but {architecture} has no indexers: set"
-            " train.indexer_replay=none"
-        )
+    for name, off in {"indexer_replay": "none", "indexer_loss": 0.0}.items():
+        value = getattr(train, name)
+        if value != off and "index_topk" not in family_of(config).sizes(config):
+            raise ValueError(
+                f"train.{name}={value}, but {architecture} has no indexers: set train.{name}={off}"
+            )
     has_bias = family_of(config).options(config).get("moe_router_enable_expert_bias")
     if train.router_bias_rate and not has_bias:
         raise ValueError(

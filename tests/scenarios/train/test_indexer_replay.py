@@ -19,6 +19,7 @@ from tests.support.indexers import (
     score_and_choose,
     sequences_of,
     use_given_keys,
+    with_random_keys,
 )
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import (
@@ -50,22 +51,6 @@ FURTHER: list[Case] = [
     ("deepseek_v32", {"tp": 2, "cp": 2, "ep": 4}, "none", "none"),
     ("glm5", {"cp": 2, "dp": 2}, "none", "engine"),
 ]
-
-
-def with_random_keys(batches: list[TrainBatch]) -> list[TrainBatch]:
-    """Return the batches with keys that no indexer chose; the last token of a sequence has none."""
-    generator, out = torch.Generator().manual_seed(3), []
-    for batch in batches:
-        keys_TLK = torch.full((len(batch.token_ids_T), 4, TOPK), -1, dtype=torch.int32)
-        first = 0
-        for length in batch.lens_N:
-            for t in range(length - 1):
-                for layer in range(4):
-                    row = torch.randperm(t + 1, generator=generator)[:TOPK].sort().values
-                    keys_TLK[first + t, layer, : len(row)] = row.int()
-            first += length
-        out.append(replace(batch, indexer_topk_TLK=keys_TLK))
-    return out
 
 
 def run_case(rank: int, world_size: int, port: int, folder: Path, case: Case) -> dict[str, Any]:
@@ -109,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("indexers")
     for kind in ("deepseek_v32", "glm5"):
         path = write_model(kind, folder / kind)
-        torch.save(with_random_keys(make_batches()), path / RANDOM)
+        torch.save(with_random_keys(make_batches(), TOPK), path / RANDOM)
         torch.save(score_rounded(path, make_batches()), path / NOISY)
     return folder
 
