@@ -74,7 +74,7 @@ OF_PROGRAMS = {"reward.on_error", "reward.error_value", "reward.max_failed_share
 NEED_GPUS = {
     *("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_shared_expert_overlap"),
     *("attention_backend", "cuda_graph_max_bs_decode", "moe_a2a_backend"),
-    "moe_runner_backend",
+    *("moe_runner_backend", "dsa_kernel_backend"),
 }
 
 
