@@ -22,8 +22,7 @@ from mcore_rl.batches.sample_store import ROLLOUT_LOGPROBS
 from mcore_rl.types import (
     Array,
     LogprobOptions,
-    OwnExperts,
-    OwnKeys,
+    OwnChoices,
     StoredBatch,
     StoredColumn,
     TokenScores,
@@ -40,6 +39,8 @@ WriteStores = Callable[[Mapping[int, tuple[Array, Array, Mapping[str, Array]]]],
 OwnTokens = Callable[[tuple[int, ...]], Tensor]
 """Lengths of a micro-batch's sequences -> indices of the tokens that a rank routes, rising."""
 BASE_COLUMNS = {"token_ids_T": TOKEN_IDS, "rollout_logprobs_T": ROLLOUT_LOGPROBS}
+CHOSEN = {"routed_experts_TLK": "own_experts", "indexer_topk_TLK": "own_keys"}
+"""Fields of choices of all tokens -> the fields of those that a rank computes with."""
 WIDER = {TOKEN_IDS: torch.int64, ROUTED_EXPERTS: torch.int16, INDEXER_TOPK: torch.int32}
 """The dtypes of a TrainBatch for columns that stores keep in fewer bytes."""
 
@@ -90,19 +91,19 @@ def assemble_parts(
     own, own_G = _index_tokens(batch, own_tokens)
     values = _read_all(batch, read, tuple(layers), own_G, seen_G)
     lens = [len(tokens) for tokens in own]
-    experts, keys = values.pop("routed_experts_TLK", None), values.pop("indexer_topk_TLK", None)
+    choices = {
+        field: [
+            OwnChoices(tokens, of_part, tuple(layers))
+            for tokens, of_part in zip(own, values.pop(whole).split(lens), strict=True)
+        ]
+        for whole, field in CHOSEN.items()
+        if whole in values
+    }
     parts = _cut(_make_batch(batch, values), batch.parts)
-    if experts is not None:
-        parts = [
-            replace(part, own_experts=OwnExperts(tokens, of_part, tuple(layers)))
-            for part, tokens, of_part in zip(parts, own, experts.split(lens), strict=True)
-        ]
-    if keys is not None:
-        parts = [
-            replace(part, own_keys=OwnKeys(tokens, of_part, tuple(layers)))
-            for part, tokens, of_part in zip(parts, own, keys.split(lens), strict=True)
-        ]
-    return parts
+    return [
+        replace(part, **{field: of_parts[i] for field, of_parts in choices.items()})
+        for i, part in enumerate(parts)
+    ]
 
 
 def apply_to_stored(
@@ -279,11 +280,12 @@ def _read_all(
             num_tokens if own_G is None or not is_choice else len(own_G),
             WIDER.get(name),
         )
-    # No engine has run the last token of a sequence.
-    last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
-    unknown = last_N if own_G is None else torch.isin(own_G, last_N)
-    for name in {"routed_experts_TLK", "indexer_topk_TLK"} & fields.keys():
-        fields[name][unknown] = -1
+    if chosen := CHOSEN.keys() & fields.keys():
+        # No engine has run the last token of a sequence.
+        last_N = torch.tensor(batch.lens_N).cumsum(0) - 1
+        unknown = last_N if own_G is None else torch.isin(own_G, last_N)
+        for name in chosen:
+            fields[name][unknown] = -1
     return fields
 
 

@@ -34,7 +34,7 @@ from mcore_rl.batches.shared_prefixes import Sharing, find_batch_sharing
 from mcore_rl.data.images.places import ImageTokens
 from mcore_rl.device import on_device
 from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
-from mcore_rl.types import OwnExperts, OwnKeys, TrainBatch
+from mcore_rl.types import OwnChoices, TrainBatch
 
 if TYPE_CHECKING:
     from mcore_rl.train.sparse.choices import ChunkKeys
@@ -127,8 +127,8 @@ class RankBatch:
     max_len: int
     num_tokens: int
     batch: TrainBatch
-    named: OwnExperts | None = None
-    named_keys: OwnKeys | None = None
+    named: OwnChoices | None = None
+    named_keys: OwnChoices | None = None
     chunk_keys: "ChunkKeys | None" = None
     vision: RankImages | None = None
     shared: SharedRows | None = None
@@ -157,7 +157,7 @@ class RankBatch:
         """
         if self.named is None:
             return None
-        named_MLK = self.named.experts_MLK
+        named_MLK = self.named.choices_MLK
         if self.named.layers:
             places = [self.named.layers.index(k) for k in range(layers.start, layers.stop)]
             named_MLK = named_MLK[:, places]
@@ -174,7 +174,7 @@ class RankBatch:
         named = self.named_keys
         assert named is not None, "the micro-batch names no keys"
         place = named.layers.index(layer) if named.layers else layer
-        keys_TK = _pick_rows(self.sources_T, named.tokens_M, named.keys_MLK[:, place])
+        keys_TK = _pick_rows(self.sources_T, named.tokens_M, named.choices_MLK[:, place])
         start_T = self.cu_seqlens_N1[self.sequences_T]
         return torch.where(keys_TK >= 0, keys_TK + start_T[:, None], -1)
 
@@ -251,8 +251,8 @@ def make_rank_batch(
         max_len=max(padded_N),
         num_tokens=0 if batch.is_filler else int(real_T.sum()) + sum(starts_N),
         batch=_fields_of_targets(batch, targets_T, tuple(n // cp_size for n in padded_N)),
-        named=_get_named(batch),
-        named_keys=_get_named_keys(batch),
+        named=_get_named(batch, batch.routed_experts_TLK, batch.own_experts),
+        named_keys=_get_named(batch, batch.indexer_topk_TLK, batch.own_keys),
         vision=vision,
         shared=lay_out_shared(batch.lens_N, padded_N, sharing) if sharing else None,
     )
@@ -288,16 +288,13 @@ def _indices(lens_N: tuple[int, ...], sequence_T: Tensor, position_T: Tensor) ->
     return torch.where(position_T < torch.tensor(lens_N)[sequence_T], start_T + position_T, -1)
 
 
-def _get_named(batch: TrainBatch) -> OwnExperts | None:
-    if batch.routed_experts_TLK is not None:
-        return OwnExperts(torch.arange(len(batch.token_ids_T)), batch.routed_experts_TLK)
-    return batch.own_experts
-
-
-def _get_named_keys(batch: TrainBatch) -> OwnKeys | None:
-    if batch.indexer_topk_TLK is not None:
-        return OwnKeys(torch.arange(len(batch.token_ids_T)), batch.indexer_topk_TLK)
-    return batch.own_keys
+def _get_named(
+    batch: TrainBatch, choices_TLK: Tensor | None, own: OwnChoices | None
+) -> OwnChoices | None:
+    """Return what a batch names for its tokens: for all of them, or for some."""
+    if choices_TLK is not None:
+        return OwnChoices(torch.arange(len(batch.token_ids_T)), choices_TLK)
+    return own
 
 
 def _pick_rows(wanted_T: Tensor, tokens_M: Tensor, named_M: Tensor) -> Tensor:

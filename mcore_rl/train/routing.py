@@ -285,7 +285,7 @@ class Routing:
             num_layers, topk = self._shape
             if batch.named.layers:
                 num_layers = len(batch.named.layers)
-            _check_shape(batch.named.experts_MLK, (num_layers, topk))
+            _check_shape(batch.named.choices_MLK, (num_layers, topk))
             made.flips_T = torch.zeros(len(batch.tokens_T), dtype=torch.int32, device=device())
             made.replaced_T = torch.zeros_like(made.flips_T)
         return made

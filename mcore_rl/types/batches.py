@@ -69,9 +69,9 @@ class TrainBatch:
     returns_T: Tensor | None = None
     stale_T: Tensor | None = None
     routed_experts_TLK: Tensor | None = None
-    own_experts: "OwnExperts | None" = None
+    own_experts: "OwnChoices | None" = None
     indexer_topk_TLK: Tensor | None = None
-    own_keys: "OwnKeys | None" = None
+    own_keys: "OwnChoices | None" = None
     router_flips_T: Tensor | None = None
     held_back_T: Tensor | None = None
     sum_squares_T: Tensor | None = None
@@ -109,30 +109,16 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class OwnExperts:
-    """The routed experts of the tokens and layers that a rank computes with.
+class OwnChoices:
+    """Experts or keys that were chosen for the tokens and layers that a rank computes with.
 
     tokens_M      int64, indices of the tokens in the micro-batch, in rising order
-    experts_MLK   int16, as TrainBatch.routed_experts_TLK
-    layers        the layers that experts_MLK has; empty: all
+    choices_MLK   as TrainBatch.routed_experts_TLK or TrainBatch.indexer_topk_TLK
+    layers        the layers that choices_MLK has; empty: all
     """
 
     tokens_M: Tensor
-    experts_MLK: Tensor
-    layers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class OwnKeys:
-    """The keys that indexers chose for the tokens and layers that a rank computes with.
-
-    tokens_M   int64, indices of the tokens in the micro-batch, in rising order
-    keys_MLK   int32, as TrainBatch.indexer_topk_TLK
-    layers     the layers that keys_MLK has; empty: all
-    """
-
-    tokens_M: Tensor
-    keys_MLK: Tensor
+    choices_MLK: Tensor
     layers: tuple[int, ...] = ()
 
 

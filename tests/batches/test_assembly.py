@@ -87,7 +87,7 @@ def test_a_rank_reads_the_experts_of_its_tokens_and_layers(
             wanted = next(expected)
             assert wanted.routed_experts_TLK is not None
             kept = list(layers) or slice(None)
-            assert torch.equal(own.experts_MLK, wanted.routed_experts_TLK[tokens_M][:, kept])
+            assert torch.equal(own.choices_MLK, wanted.routed_experts_TLK[tokens_M][:, kept])
     ranges = [request.experts_R3 for request in stores.reads[-1].values()]
     num_read = sum(int((r[:, 2] - r[:, 1]).sum()) for r in ranges if r is not None)
     assert num_read == sum(map(len, asked)), "no other tokens are read"
@@ -196,5 +196,5 @@ def test_a_rank_reads_the_keys_of_its_tokens_and_layers(layers: tuple[int, ...])
             assert wanted.indexer_topk_TLK is not None and part.own_keys is not None
             assert part.indexer_topk_TLK is None and part.own_keys.layers == layers
             kept = list(layers) or slice(None)
-            assert torch.equal(part.own_keys.keys_MLK, wanted.indexer_topk_TLK[::2][:, kept])
+            assert torch.equal(part.own_keys.choices_MLK, wanted.indexer_topk_TLK[::2][:, kept])
             assert (part.own_experts is not None) == beside

@@ -173,7 +173,7 @@ def with_all_experts(part: TrainBatch) -> TrainBatch:
     own = part.own_experts
     assert own is not None and part.routed_experts_TLK is None
     if part.is_filler:
-        assert len(own.tokens_M) == len(own.experts_MLK) == 0
+        assert len(own.tokens_M) == len(own.choices_MLK) == 0
         return replace(part, own_experts=None)
     assert own.tokens_M.tolist() == list(range(len(part.token_ids_T)))
-    return replace(part, own_experts=None, routed_experts_TLK=own.experts_MLK)
+    return replace(part, own_experts=None, routed_experts_TLK=own.choices_MLK)

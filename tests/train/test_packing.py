@@ -8,7 +8,7 @@ import torch
 from mcore_rl.algo.sequences import samples_of_tokens
 from mcore_rl.device.attention import zigzag_positions
 from mcore_rl.train.packing import local_sources, make_rank_batch, pad_lens
-from mcore_rl.types import OwnExperts, OwnKeys, TrainBatch
+from mcore_rl.types import OwnChoices, TrainBatch
 
 
 def make_batch(lens_N: tuple[int, ...]) -> TrainBatch:
@@ -133,7 +133,7 @@ def test_the_experts_of_own_tokens_are_all_that_a_rank_needs(
             part = slice(int(share[0]), int(share[-1]) + 1)
             tokens_M = sources_T[part][sources_T[part] >= 0].sort().values
             routed[tokens_M] += 1
-            own = OwnExperts(tokens_M, experts_TLK[tokens_M][:, 1:], layers=(1,))
+            own = OwnChoices(tokens_M, experts_TLK[tokens_M][:, 1:], layers=(1,))
             batch = make_rank_batch(replace(make_batch(lens_N), own_experts=own), *layout)
             made, wanted = (b.experts(part, slice(1, 2)) for b in (batch, expected))
             assert made is not None and wanted is not None and torch.equal(made, wanted)
@@ -141,7 +141,7 @@ def test_the_experts_of_own_tokens_are_all_that_a_rank_needs(
 
 
 def test_experts_of_other_tokens_are_noticed() -> None:
-    own = OwnExperts(torch.tensor([0, 1, 4]), torch.zeros(3, 2, 3, dtype=torch.int16))
+    own = OwnChoices(torch.tensor([0, 1, 4]), torch.zeros(3, 2, 3, dtype=torch.int16))
     batch = make_rank_batch(replace(make_batch((5,)), own_experts=own), 0, 1, 1)
     with pytest.raises(AssertionError, match="experts or keys of other tokens"):
         batch.experts(slice(0, 5), slice(0, 2))
@@ -159,7 +159,7 @@ def test_only_the_last_stage_gets_what_the_loss_reads(monkeypatch: pytest.Monkey
         assert all(value.is_meta for value in read)
         assert not placed.sources_T.is_meta and not placed.targets_T.is_meta
         assert placed.named is not None
-        assert placed.named.experts_MLK is experts_MLK
+        assert placed.named.choices_MLK is experts_MLK
         assert {v.is_meta for v in placed.batch.token_fields().values()} == {is_last}
 
 
@@ -187,7 +187,7 @@ def test_keys_are_positions_among_the_packed_tokens_of_all_ranks(
         layout = (cp_rank, cp_size, tp_size)
         batch = make_rank_batch(whole, *layout)
         tokens_M = batch.sources_T[batch.sources_T >= 0].sort().values
-        own = OwnKeys(tokens_M, keys_TLK[tokens_M][:, 1:], layers=(1,))
+        own = OwnChoices(tokens_M, keys_TLK[tokens_M][:, 1:], layers=(1,))
         cut = make_rank_batch(replace(make_batch(lens_N), own_keys=own), *layout)
         assert torch.equal(cut.keys(1), batch.keys(1))
         found = batch.keys(0)

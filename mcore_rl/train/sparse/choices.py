@@ -114,7 +114,7 @@ class KeyChoices:
         self._losses_L.zero_()
         for batch in batches:
             if batch.named_keys is not None:
-                keys_MLK = batch.named_keys.keys_MLK
+                keys_MLK = batch.named_keys.choices_MLK
                 num_layers = len(batch.named_keys.layers) and self._shape[0]
                 found = (num_layers or keys_MLK.shape[1], keys_MLK.shape[2])
                 if found != self._shape:
