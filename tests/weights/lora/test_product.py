@@ -1,0 +1,53 @@
+"""W0 + s B A has the same bits in every part of a matrix, however a rank holds it."""
+
+import pytest
+import torch
+
+from mcore_rl.weights.lora.product import add_product
+
+RANK = 17
+SCALE = 3 / 7
+
+
+def make(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (301, 517), (RANK, 517), (301, RANK)
+    weight, a, b = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return weight, a, b
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
+    weight, a, b = make(dtype)
+    whole = weight.clone()
+    add_product(whole, a, b, SCALE)
+    cuts = [
+        (slice(0, 301), slice(3, 4)),
+        (slice(7, 8), slice(0, 517)),
+        (slice(5, 140), slice(100, 365)),
+        (slice(300, 301), slice(516, 517)),
+    ]
+    for rows, columns in cuts:
+        part = weight[rows, columns].clone()
+        add_product(part, a[:, columns], b[rows], SCALE)
+        assert torch.equal(part, whole[rows, columns]), (rows, columns)
+        in_place = weight.clone()
+        add_product(in_place[rows, columns], a[:, columns], b[rows], SCALE)
+        assert torch.equal(in_place[rows, columns], part)
+    transposed = weight.T.contiguous().T
+    add_product(transposed, a.T.contiguous().T, b.T.contiguous().T, SCALE)
+    assert torch.equal(transposed, whole)
+
+
+def test_the_product_is_that_of_float64_but_for_rounding() -> None:
+    weight, a, b = make(torch.float32)
+    wanted = weight.double() + SCALE * b.double() @ a.double()
+    add_product(weight, a, b, SCALE)
+    assert (weight - wanted).abs().max() < 1e-5
+
+
+def test_factors_of_zeros_leave_every_bit() -> None:
+    weight, a, b = make(torch.bfloat16)
+    merged = weight.clone()
+    add_product(merged, a, torch.zeros_like(b), SCALE)
+    assert torch.equal(merged, weight)
