@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_rl.config import LoraConfig
 from mcore_rl.process.file_list import read_json
+from mcore_rl.weights.lora.places import AdapterStamp, list_factor_shapes
 from mcore_rl.weights.lora.targets import list_targets, name_modules
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig, Shape
@@ -72,12 +73,13 @@ class AdapterFacts:
     def list_factor_shapes(self, hf_config: HfConfig) -> dict[str, Shape]:
         """Return the shape of each factor, by "<HF tensor>.A" and "<HF tensor>.B"."""
         shapes = hf_tensor_shapes(hf_config)
-        factors: dict[str, Shape] = {}
-        for name in list_targets(hf_config, self.targets, self.experts):
-            out_size, in_size = shapes[name]
-            factors[f"{name}.A"] = (self.rank, in_size)
-            factors[f"{name}.B"] = (out_size, self.rank)
-        return factors
+        names = list_targets(hf_config, self.targets, self.experts)
+        return list_factor_shapes({name: shapes[name] for name in names}, self.rank)
+
+    def make_stamp(self, hf_config: HfConfig) -> AdapterStamp:
+        """Return what each version of the factors carries to engines."""
+        num_matrices = len(list_targets(hf_config, self.targets, self.experts))
+        return AdapterStamp(self.rank, self.scale, num_matrices, self.base)
 
     def encode(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
