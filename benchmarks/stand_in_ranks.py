@@ -36,6 +36,7 @@ from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.lora.places import Content
 from sync_model import DTYPE, make_config
 
 RANKS_PER_HOST = 8
@@ -85,7 +86,7 @@ class StandInTrainers:
     def pids(self) -> list[int]:
         return [process.pid or 0 for process in self._processes]
 
-    async def describe(self) -> Sequence[bytes]:
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
         return await self._call("describe")
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
@@ -97,6 +98,9 @@ class StandInTrainers:
         return await self._call("open_links", verdicts)
 
     async def send(self, version: int, engines: Sequence[str], timeout_s: float) -> Any:
+        raise RuntimeError("stand-ins hold no weights")
+
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> None:
         raise RuntimeError("stand-ins hold no weights")
 
     def stop(self) -> None:

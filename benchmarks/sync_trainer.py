@@ -23,6 +23,7 @@ from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Report
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.training import make_training_shards
+from mcore_rl.weights.lora.places import Content
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3_MOE
 from sync_model import local_tensors
 
@@ -67,8 +68,8 @@ class BenchRanks:
         )
         return await asyncio.gather(*calls)
 
-    async def describe(self) -> Sequence[bytes]:
-        return await self.call_async("describe")
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
+        return await self.call_async("describe", content)
 
     async def plan_links(self, offers: Any) -> Sequence[Sequence[bytes]]:
         return await self.call_async("plan_links", offers)
@@ -80,6 +81,9 @@ class BenchRanks:
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
         return await self.call_async("send", version, engines, timeout_s)
+
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> object:
+        return await self.call_async("publish_sums", version, engines)
 
     def stop(self) -> None:
         for process in self._processes:

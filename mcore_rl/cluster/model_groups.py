@@ -19,6 +19,7 @@ from mcore_rl.config.deadlines import answer_s
 from mcore_rl.planning.slots import Slot
 from mcore_rl.types import FailedSaves, LogprobOptions, StepStats, TokenScores
 from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weights.lora.places import Content
 from mcore_rl.workers.model_worker import CriticWorker, ModelSpec, ModelWorker, Share, TrainerWorker
 from mcore_rl.workers.stores import SampleStores
 
@@ -249,8 +250,8 @@ class TrainerGroup(ModelGroup):
     def snapshot_reference(self) -> None:
         self._call("snapshot_reference")
 
-    async def describe(self) -> Sequence[bytes]:
-        return await self._call_async("describe")
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
+        return await self._call_async("describe", content)
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_async("plan_links", offers)
@@ -264,6 +265,9 @@ class TrainerGroup(ModelGroup):
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
         return await self._call_async("send", version, engines, timeout_s)
+
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> object:
+        return await self._call_async("publish_sums", version, engines)
 
     async def _call_async(self, method: str, *args: object) -> list[Any]:
         return await self._group.call_all_async(method, *args, deadline_s=self._answer_s)

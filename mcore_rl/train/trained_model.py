@@ -49,6 +49,7 @@ from mcore_rl.train.weights import fill_weights, local_tensors, weight_layout
 from mcore_rl.types import FailedSaves, StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers
+from mcore_rl.weights.lora.places import Content, Held
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 
@@ -176,6 +177,10 @@ class TrainedModel:
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
         return self._shards, local_tensors(self.chunks)
+
+    def adapter_layouts(self) -> dict[Content, Held]:
+        """Return the same of low-rank factors and of the weights below them; {} without factors."""
+        return {} if self._adapter is None else self._adapter.layouts()
 
     def hold(self, parts: Collection[str]) -> None:
         """Keep exactly these parts in device memory; see train/offload.py.

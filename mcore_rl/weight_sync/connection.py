@@ -19,6 +19,8 @@ from mcore_rl.process.gc_pause import pause_collections
 from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_end import LinkEnd
 from mcore_rl.weight_sync.placed_bucket import PlacedBucket, RankBucket
+from mcore_rl.weight_sync.plan_handshake import RankPlan
+from mcore_rl.weight_sync.transports.select import MakeTransport
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
 
@@ -148,6 +150,14 @@ class EngineConnection:
         """The digest of the plan to which all ranks of the link agreed."""
         return self._executor.plan.digest
 
+    @property
+    def plan(self) -> RankPlan:
+        return self._executor.plan
+
+    @property
+    def make_transport(self) -> MakeTransport:
+        return self._executor.make_transport
+
     def make_report(self) -> Report:
         """Return the report of a link that is open."""
         return Report(self.end.name, self.digest, self._executor.num_bytes)
@@ -182,6 +192,10 @@ class EngineConnection:
         Raises TransferError, which names a slice that differs.
         """
         self._get_destination_check().check(version, tensors, self._sent)
+
+    def take_sent(self, sent: SentSums) -> None:
+        """Have the next check compare with these checksums of a version that came another way."""
+        self._sent = sent
 
     def expect(self, tensors: Mapping[str, Tensor]) -> None:
         """Have the first received version compared with the current values of `tensors`."""

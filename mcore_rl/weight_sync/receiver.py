@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.device.threads import start_thread
+from mcore_rl.weight_sync.adapter.engine import EngineAdapter
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.full_trace import FullTrace
@@ -51,6 +52,8 @@ class WeightReceiver:
         self._staging: Staging | None = None
         self._fill_padding: Callable[[], None] = _fill_no_padding
         self._padded: frozenset[str] = frozenset()
+        self._shards: Sequence[Shard] = ()
+        """Those of the parameters, as traced last."""
         self._full_trace: FullTrace | None = None
         """Traces what the link's own trace left out; it begins after the first swap."""
 
@@ -114,6 +117,7 @@ class WeightReceiver:
                 self._full_trace = FullTrace(end.name, traced, load_weights, typed, tensors)
             self._fill_padding = traced.fill_padding
             self._padded = traced.padded
+            self._shards = traced.shards
             return traced.shards
 
         executor = PlanExecutor.meet(end, trace, self._make_transport)
@@ -123,7 +127,8 @@ class WeightReceiver:
             self._connection.expect(tensors)
         if self._staging is not None:
             self._staging.finish(tensors, self._padded)
-            start_background_stager(self._connection, self._staging)
+            adapter = EngineAdapter(self._connection, self._shards, tensors)
+            start_background_stager(self._connection, self._staging, adapter)
         return self._connection.make_report()
 
     def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:

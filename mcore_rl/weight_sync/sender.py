@@ -10,6 +10,7 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.device.threads import open_pool
 from mcore_rl.process.gc_pause import pause_collections
+from mcore_rl.weight_sync.adapter.sums import SumsPublisher
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd, describe_rank
 from mcore_rl.weight_sync.link_store import DATA, ERROR
@@ -23,6 +24,7 @@ from mcore_rl.weight_sync.transports.select import (
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.box import Shard
+from mcore_rl.weights.lora.places import Content, Held
 
 _MOST_AT_ONCE = 4
 """Links that a rank opens at a time, so that a missing engine does not delay other links."""
@@ -42,21 +44,26 @@ class WeightSender:
         tensors: Mapping[str, Tensor],
         rank: int,
         make_transport: MakeTransport = select_transport,
+        adapter: Mapping[Content, Held] | None = None,
     ) -> None:
-        """`shards` describes `tensors`, the rank's parameters, which each send reads anew."""
-        self._shards = tuple(shards)
-        self._tensors = tensors
+        """`shards` describes `tensors`, the rank's parameters, which each send reads anew.
+
+        adapter   the same of low-rank factors ("factors"), and of the weights below them ("base")
+        """
+        self._held: dict[Content, Held] = {"weights": (shards, tensors), **(adapter or {})}
         self._rank = rank
         self._make_transport = make_transport
         self._device = common_device(tensors.values())
+        self._publishers: dict[str, SumsPublisher] = {}
+        """Publish checksums of the weights, by engine."""
         self._executors: dict[str, PlanExecutor] = {}
         self._handshakes: dict[str, PlanHandshake] = {}
         """Those of planned links that are not open yet, by engine."""
         self._drafts = Drafts()
 
-    def describe(self) -> bytes:
-        """Return this rank's encoded RankFacts, which hold for all links."""
-        return describe_rank(self._device, is_sender=True).encode()
+    def describe(self, content: Content = "weights") -> bytes:
+        """Return this rank's encoded RankFacts, which hold for all links with that content."""
+        return describe_rank(self._find_device(content), is_sender=True).encode()
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         """Plan this rank's part of each (link, encoded roster); return its encoded PlanAnswers.
@@ -93,15 +100,18 @@ class WeightSender:
         Replaces an earlier link to the same engine. The report's `error` says of a failure.
         """
         self.disconnect(link.engine)
-        end = LinkEnd.open(link, self._rank, self._device)
+        end = LinkEnd.open(link, self._rank, self._find_device(link.content))
+        shards = self._held[link.content][0]
         return self._report(
-            link, lambda: PlanExecutor.meet(end, lambda _: self._shards, self._make_transport)
+            link, lambda: PlanExecutor.meet(end, lambda _: shards, self._make_transport)
         )
 
     def _plan(self, link: Link, roster: Roster) -> bytes:
         self.disconnect(link.engine)
-        end = LinkEnd.open(link, self._rank, self._device, roster=roster)
-        handshake = PlanHandshake(end, lambda _: self._shards, self._drafts)
+        device = self._find_device(link.content)
+        end = LinkEnd.open(link, self._rank, device, roster=roster)
+        shards = self._held[link.content][0]
+        handshake = PlanHandshake(end, lambda _: shards, self._drafts)
         self._handshakes[link.engine] = handshake
         try:
             return DATA + handshake.answer()
@@ -130,6 +140,7 @@ class WeightSender:
     def disconnect(self, engine: str) -> None:
         """Drop the link to `engine`, if there is one."""
         self._handshakes.pop(engine, None)
+        self._publishers.pop(engine, None)
         executor = self._executors.pop(engine, None)
         if executor is not None:
             executor.close()
@@ -140,9 +151,7 @@ class WeightSender:
         A link whose transfer failed is dropped, because its messages are out of step; connect the
         engine again. Raises ValueError if an engine is not connected.
         """
-        unknown = set(engines) - set(self._executors)
-        if unknown:
-            raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
+        self._refuse_unknown(engines)
         if len(engines) == 1:
             return {engines[0]: self._send_to(engines[0], version, timeout_s)}
         with open_pool(self._device, max(1, len(engines)), "weights") as pool:
@@ -150,12 +159,37 @@ class WeightSender:
             return dict(zip(engines, reports, strict=True))
 
     @torch.no_grad()
+    def publish_sums(self, version: int, engines: Sequence[str]) -> None:
+        """Publish checksums of the current weights to engines that computed `version` themselves.
+
+        Raises ValueError if an engine is not connected.
+        """
+        self._refuse_unknown(engines)
+        for engine in engines:
+            if engine not in self._publishers:
+                executor = self._executors[engine]
+                self._publishers[engine] = SumsPublisher(executor.end, executor.plan)
+            self._publishers[engine].publish(version, self._held["weights"][1])
+
+    def _refuse_unknown(self, engines: Sequence[str]) -> None:
+        unknown = set(engines) - set(self._executors)
+        if unknown:
+            raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
+
+    def _find_device(self, content: Content) -> torch.device:
+        return common_device(self._held[content][1].values())
+
+    @torch.no_grad()
     def _send_to(self, engine: str, version: int, timeout_s: float) -> Report:
         executor = self._executors[engine]
         began_s = time.monotonic()
+        tensors = self._held[executor.end.link.content][1]
         try:
-            executor.execute(version, self._tensors, began_s + timeout_s + SENDER_GRACE_S)
-            return executor.make_report(began_s)
+            executor.execute(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
+            report = executor.make_report(began_s)
+            if executor.end.link.content == "base":
+                self.disconnect(engine)  # It never changes.
+            return report
         except TransferError as error:
             self.disconnect(engine)
             return Report(executor.end.name, error=str(error), peer_lost=error.peer_lost)

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from mcore_rl.device import synchronize
 from mcore_rl.device.threads import start_thread
+from mcore_rl.weight_sync.adapter.engine import EngineAdapter
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
 from mcore_rl.weight_sync.transports.host.segment import Segment, allocate_like
 from mcore_rl.weight_sync.waits import TransferError
-from mcore_rl.weight_sync.wire import Link, Report, StageRequest
+from mcore_rl.weight_sync.wire import AdapterRequest, Link, Report, StageRequest
 
 
 class Staging:
@@ -127,19 +128,28 @@ def _owns_memory(parameter: Tensor) -> bool:
 _log = logging.getLogger(__name__)
 
 
-def start_background_stager(connection: EngineConnection, staging: Staging) -> None:
+def start_background_stager(
+    connection: EngineConnection, staging: Staging, adapter: EngineAdapter
+) -> None:
     """Serve the link's stage requests in a thread until the controller drops the link."""
     store = LinkStore.open(connection.end.link)
-    stager = _BackgroundStager(store, connection, staging)
+    stager = _BackgroundStager(store, connection, staging, adapter)
     start_thread(connection.end.device, stager.run, name="weights")
 
 
 class _BackgroundStager:
-    def __init__(self, store: LinkStore, connection: EngineConnection, staging: Staging) -> None:
+    def __init__(
+        self,
+        store: LinkStore,
+        connection: EngineConnection,
+        staging: Staging,
+        adapter: EngineAdapter,
+    ) -> None:
         self._store = store
         self._connection = connection
         self._link = connection.end.link
         self._staging = staging
+        self._adapter = adapter
         self._receiving: PlanExecutor | None = None
         """Receives from a relay; kept for the next version."""
         self._forwarding: PlanExecutor | None = None
@@ -160,12 +170,15 @@ class _BackgroundStager:
                 self._connection.close()
             if not publish_report(self._store, "receive", end.rank, report) or is_broken:
                 break
+        self._adapter.close()
         self._close_receiving()
         self._close_forwarding()
 
     def _stage(self, request: StageRequest) -> Report:
-        verified = VerifiedBuckets()
         self._staging.version = None
+        if request.adapter is not None:
+            return self._stage_factors(request.version, request.adapter)
+        verified = VerifiedBuckets()
         if request.forward_link is None:
             self._close_forwarding()
         else:
@@ -186,6 +199,16 @@ class _BackgroundStager:
             self._close_receiving()
             raise
         self._staging.version = request.version
+        return report
+
+    def _stage_factors(self, version: int, request: AdapterRequest) -> Report:
+        """Open the links of factors, or stage the version that they make of the weights."""
+        if request.factors_link is not None:
+            self._close_receiving()
+            self._close_forwarding()
+            return self._adapter.open(version, request, self._staging.tensors)
+        report = self._adapter.stage(version, request, self._staging.tensors)
+        self._staging.version = version
         return report
 
     def _start_forwarding(self, link: Link, version: int, verified: VerifiedBuckets) -> None:

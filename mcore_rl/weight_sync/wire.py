@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.weights.box import Box, Shard
+from mcore_rl.weights.lora.places import AdapterStamp, Content
 
 COMMAND_NAME = "mcore_rl"
 """Name of the tensor that carries a command in SGLang's /update_weights_from_tensor."""
@@ -59,6 +60,8 @@ class Link:
     """The engine that sends: each of its ranks forwards received slices to the same rank of
     `engine`. If empty, trainer ranks send.
     """
+    content: Content = "weights"
+    """What travels over the link."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -151,6 +154,27 @@ class StageRequest:
     """The link to the relay that sends; if None, trainer ranks send over the engine's own link."""
     forward_link: Link | None = None
     """The link to the next engine, which gets verified buckets; None without a next engine."""
+    adapter: "AdapterRequest | None" = None
+    """Receive factors in the place of weights."""
+
+
+@dataclass(frozen=True)
+class AdapterRequest:
+    """A request to merge low-rank factors into the weights below them.
+
+    stamp          of the factors that the engine takes
+    base_link      the link that brings the weights below the factors; both links are opened, and
+                   the product is compared with the weights that the engine has, but not staged
+    factors_link   None: the one that is open
+    on_gpu         keep the weights below the factors where the parameters are, not on the host
+    verify         compare the product with the trainer ranks' checksums, which they publish
+    """
+
+    stamp: AdapterStamp
+    base_link: Link | None = None
+    factors_link: Link | None = None
+    on_gpu: bool = False
+    verify: bool = False
 
 
 def encode_stage_request(request: StageRequest) -> bytes:
@@ -163,6 +187,19 @@ def decode_stage_request(data: bytes) -> StageRequest:
         fields["version"],
         _decode_link(fields["receive_link"]),
         _decode_link(fields["forward_link"]),
+        _decode_adapter(fields["adapter"]),
+    )
+
+
+def _decode_adapter(fields: dict | None) -> AdapterRequest | None:
+    if fields is None:
+        return None
+    return AdapterRequest(
+        AdapterStamp(**fields["stamp"]),
+        _decode_link(fields["base_link"]),
+        _decode_link(fields["factors_link"]),
+        fields["on_gpu"],
+        fields["verify"],
     )
 
 

@@ -32,6 +32,7 @@ from mcore_rl.types import (
     TrainBatch,
 )
 from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weights.lora.places import Content
 from mcore_rl.workers.stores import SampleStores
 
 VALUES = StoredColumn("values")
@@ -234,14 +235,15 @@ class TrainerWorker(ModelWorker):
     def snapshot_reference(self) -> None:
         self._model.snapshot_reference()
 
-    def describe(self) -> bytes:
+    def describe(self, content: Content = "weights") -> bytes:
         """Return the facts that engines need of this rank; the first call makes its sender."""
         if self._sender is None:
             from mcore_rl.weight_sync.sender import WeightSender
 
             shards, tensors = self._model.weight_layout()
-            self._sender = WeightSender(shards, tensors, self._rank)
-        return self._sender.describe()
+            adapter = self._model.adapter_layouts()
+            self._sender = WeightSender(shards, tensors, self._rank, adapter=adapter)
+        return self._sender.describe(content)
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         return self._sender.plan_links(offers)
@@ -251,6 +253,9 @@ class TrainerWorker(ModelWorker):
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         return self._sender.send(version, engines, timeout_s)
+
+    def publish_sums(self, version: int, engines: Sequence[str]) -> None:
+        self._sender.publish_sums(version, engines)
 
 
 class CriticWorker(ModelWorker):

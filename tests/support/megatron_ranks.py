@@ -25,6 +25,7 @@ from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weights.lora.places import Content
 from tests.support.distributed import PRELOAD
 from tests.support.rank_calls import answer_calls
 from tests.support.saved import saved_tensors
@@ -105,7 +106,8 @@ class _MegatronRank:
             config.model, config.parallel, train, train.optimizer, config.run.steps, seed=0
         )
         self._loss = make_policy_loss(config.algorithm)
-        self._sender = WeightSender(*self._actor.weight_layout(), self._rank)
+        layouts = self._actor.weight_layout(), self._actor.adapter_layouts()
+        self._sender = WeightSender(*layouts[0], self._rank, adapter=layouts[1])
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions
@@ -126,8 +128,8 @@ class _MegatronRank:
     def finish_save(self) -> None:
         self._actor.finish_save()
 
-    def describe(self) -> bytes:
-        return self._sender.describe()
+    def describe(self, content: Content) -> bytes:
+        return self._sender.describe(content)
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         return self._sender.plan_links(offers)
@@ -140,6 +142,9 @@ class _MegatronRank:
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         return self._sender.send(version, engines, timeout_s)
+
+    def publish_sums(self, version: int, engines: Sequence[str]) -> None:
+        self._sender.publish_sums(version, engines)
 
 
 def _serve(pipe: Any, rank: int, world_size: int, port: int) -> None:

@@ -8,7 +8,7 @@ SGLang and Megatron.
 import asyncio
 import base64
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Thread
@@ -35,6 +35,7 @@ from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Link, Report, decode_command
+from mcore_rl.weights.lora.places import Content
 
 FaultsByLink = dict[tuple[str, str], Fault]
 """(relay or "" for trainer ranks, engine) of a link -> a fault of the sender of that rank."""
@@ -114,7 +115,7 @@ class ThreadTrainers:
         for rank in range(num_ranks):
             shards, tensors = expert_cut(make_tensors(0, sizes), rank, num_ranks, "float32")
             self._tensors.append(tensors)
-            self._senders.append(WeightSender(shards, tensors, rank, _faulty(faults)))
+            self._senders.append(WeightSender(shards, tensors, rank, make_faulty(faults)))
 
     def load(self, version: int) -> None:
         """Give the trainer ranks the weights of `version`, as a training step would."""
@@ -124,8 +125,8 @@ class ThreadTrainers:
             for name, tensor in tensors.items():
                 tensor.copy_(newer[name])
 
-    async def describe(self) -> Sequence[bytes]:
-        return await self._call_all("describe")
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
+        return await self._call_all("describe", content)
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_all("plan_links", offers)
@@ -140,6 +141,9 @@ class ThreadTrainers:
     ) -> Sequence[Mapping[str, Report]]:
         return await self._call_all("send", version, engines, timeout_s)
 
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> object:
+        return await self._call_all("publish_sums", version, engines)
+
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         self.calls.append(method)
         return await asyncio.gather(
@@ -151,7 +155,7 @@ class ThreadTrainers:
             sender.disconnect(engine)
 
 
-def _faulty(faults: FaultsByLink) -> Any:
+def make_faulty(faults: FaultsByLink) -> Any:
     def make_transport(end: LinkEnd, plan: RankPlan, stream: DeviceStream) -> Transport:
         transport = select_transport(end, plan, stream)
         fault = faults.get((end.link.relay, end.link.engine))
@@ -181,19 +185,21 @@ def open_thread_stage(
     num_trainers: int = 2,
     dtype: torch.dtype = torch.float32,
     sizes: ToySizes = TINY,
+    make_trainers: Callable[[int, FaultsByLink, ToySizes], "ThreadTrainers"] | None = None,
 ) -> Iterator[ThreadStage]:
     """Serve an engine of so many ranks for each of `engine_sizes`; trainers hold float32."""
     faults: FaultsByLink = {}
     engines = []
     for num_ranks in engine_sizes:
         models = [FusedEngine(rank, num_ranks, dtype, sizes) for rank in range(num_ranks)]
-        receivers = [WeightReceiver(_faulty(faults)) for _ in range(num_ranks)]
+        receivers = [WeightReceiver(make_faulty(faults)) for _ in range(num_ranks)]
         engines.append(ThreadEngine(models, receivers))
     loop = asyncio.new_event_loop()
     runners = [loop.run_until_complete(serve(engine)) for engine in engines]
     thread = Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    stage = ThreadStage(ThreadTrainers(num_trainers, faults, sizes), engines, faults)
+    trainers = (make_trainers or ThreadTrainers)(num_trainers, faults, sizes)
+    stage = ThreadStage(trainers, engines, faults)
     try:
         yield stage
     finally:

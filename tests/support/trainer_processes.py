@@ -22,6 +22,7 @@ from mcore_rl.weight_sync.transports.select import select_transport
 from mcore_rl.weight_sync.transports.transport import Transport
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.layouts.training import make_training_shards
+from mcore_rl.weights.lora.places import Content
 from mcore_rl.weights.models import family_of
 from tests.support.megatron_layout import TrainLayout, train_ranks
 from tests.support.rank_calls import answer_calls
@@ -52,8 +53,8 @@ class ProcessRanks:
         """Have the fault happen on its rank over the next link to `engine`."""
         asyncio.run(self._call_all("inject", engine, fault))
 
-    async def describe(self) -> Sequence[bytes]:
-        return await self._call_all("describe")
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
+        return await self._call_all("describe", content)
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
         return await self._call_all("plan_links", offers)
@@ -67,6 +68,9 @@ class ProcessRanks:
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
         return await self._call_all("send", version, engines, timeout_s)
+
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> object:
+        return await self._call_all("publish_sums", version, engines)
 
     def stop(self) -> None:
         for process in self.processes:
@@ -110,9 +114,9 @@ class _Rank:
     def inject(self, engine: str, fault: Fault) -> None:
         self._faults[engine] = fault
 
-    def describe(self) -> bytes:
+    def describe(self, content: Content) -> bytes:
         assert self._sender is not None
-        return self._sender.describe()
+        return self._sender.describe(content)
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:
         assert self._sender is not None

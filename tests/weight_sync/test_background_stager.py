@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
+from mcore_rl.weight_sync.adapter.engine import EngineAdapter
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd
@@ -33,9 +34,10 @@ def stager() -> Iterator[tuple[LinkStore, PlanExecutor, Staging]]:
     store, link = make_link(timeout_s=TIMEOUT_S)
     ends = open_ends(replace(link, staged=True))
     sender, receiver = run_ranks([connecting(end) for end in ends])
-    _, parameters = column_cut(make_tensors(seed=0), 0, 1, "float32")
+    shards, parameters = column_cut(make_tensors(seed=0), 0, 1, "float32")
     staging = Staging(parameters)
-    start_background_stager(EngineConnection(receiver), staging)
+    connection = EngineConnection(receiver)
+    start_background_stager(connection, staging, EngineAdapter(connection, shards, parameters))
     try:
         yield store, sender, staging
     finally:

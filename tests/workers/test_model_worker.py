@@ -24,6 +24,9 @@ class Model:
     def __init__(self) -> None:
         self.num_layouts = 0
 
+    def adapter_layouts(self) -> dict[str, Any]:
+        return {}
+
     def weight_layout(self) -> Any:
         self.num_layouts += 1
         return row_cut(make_tensors(1), 0, 1, "float32")

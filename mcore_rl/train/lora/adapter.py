@@ -50,6 +50,12 @@ from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
 from mcore_rl.weights.lora.facts import FACTORS, AdapterFacts, is_of_expert
 from mcore_rl.weights.lora.peft_files import check_start, read_peft
+from mcore_rl.weights.lora.places import (
+    Content,
+    Held,
+    make_stamp_shard,
+    make_whole_factors,
+)
 from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_targets
 from mcore_rl.weights.models import hf_tensor_shapes
@@ -178,6 +184,8 @@ def _find_group(is_expert: bool) -> dist.ProcessGroup:
     return ps.get_tensor_model_parallel_group()
 
 
+_STAMP = "stamp"
+"""Local tensor of the stamp that factors travel with."""
 DDP_OF_FACTORS = {"overlap_grad_reduce": False}
 """Factors get their gradients outside of autograd, which DDP would watch; they are small."""
 
@@ -236,6 +244,9 @@ class LoraAdapter:
             self._factors.append(factors)
         held = {shard.tensor for target in targets for shard in target.shards}
         self._base = {name: _copy_to_host(tensors[name]) for name in sorted(held)}
+        self._stamp = torch.tensor(
+            facts.make_stamp(hf_config).encode(), device=next(chunks[0].parameters()).device
+        )
 
     @torch.no_grad()
     def start_from(self, folder: Path, hf_config: HfConfig) -> None:
@@ -248,6 +259,20 @@ class LoraAdapter:
                     first.copy_(file.read(f"{matrix.name}.A"))
                     second.copy_(file.read(f"{matrix.name}.B"))
         self.merge()
+
+    def layouts(self) -> dict[Content, Held]:
+        """Return what this rank holds of the frozen weights, in host memory, and of factors."""
+        base = [shard for factors in self._factors for t in factors.targets for shard in t.shards]
+        shards = [make_stamp_shard(_STAMP)]
+        tensors = {_STAMP: self._stamp}
+        for i, factors in enumerate(self._factors):
+            for number, (matrix, first, second) in enumerate(factors.list_pairs()):
+                names = f"{i}.{number}_A", f"{i}.{number}_B"
+                tensors |= zip(names, (first.detach(), second.detach()), strict=True)
+                dtype = str(first.dtype).removeprefix("torch.")
+                rank = self.facts.rank
+                shards += make_whole_factors(matrix.name, matrix.shape, rank, names, dtype)
+        return {"base": (base, dict(self._base)), "factors": (shards, tensors)}
 
     def finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Do what megatron-core's finalize_model_grads does, for factors."""

@@ -43,6 +43,7 @@ class LinkedEngine:
     num_stage_requests   stage requests put into the store so far
     num_syncs            committed versions that came over the link
     relay_link           the link to the engine to which this engine forwarded last
+    factors              the link of low-rank factors, once the engine merges them
     """
 
     link: Link
@@ -53,6 +54,7 @@ class LinkedEngine:
     num_stage_requests: int = 0
     num_syncs: int = 0
     relay_link: RelayLink | None = None
+    factors: "LinkedEngine | None" = None
 
     def is_to_verify(self, every: int) -> bool:
         """Return whether to read the next sync back from the parameters; see is_read_back."""

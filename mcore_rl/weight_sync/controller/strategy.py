@@ -30,6 +30,7 @@ from mcore_rl.weight_sync.controller.engine_control import EngineCallError, Engi
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine, RelayLink
 from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error, summarize
 from mcore_rl.weight_sync.wire import Link, Report, StageRequest
+from mcore_rl.weights.lora.places import Content
 
 GRACE_S = 10.0
 """How much longer the controller waits for the ranks' answers than the ranks' own deadline."""
@@ -41,8 +42,8 @@ class TrainerRanks(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    async def describe(self) -> Sequence[bytes]:
-        """Return each rank's facts, in rank order."""
+    async def describe(self, content: Content = "weights") -> Sequence[bytes]:
+        """Return each rank's facts for links with that content, in rank order."""
         ...
 
     async def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> Sequence[Sequence[bytes]]:
@@ -59,6 +60,10 @@ class TrainerRanks(Protocol):
         self, version: int, engines: Sequence[str], timeout_s: float
     ) -> Sequence[Mapping[str, Report]]:
         """Return for each rank, in rank order, engine -> report."""
+        ...
+
+    async def publish_sums(self, version: int, engines: Sequence[str]) -> object:
+        """Return once each rank has published the checksums of its weights to `engines`."""
         ...
 
 
@@ -293,7 +298,7 @@ class StagedSync(SyncStrategy):
                 forward_link=relays[i].link if i < len(relays) else None,
             )
             if i == 0:
-                has_failed = partial(_send_has_failed, sending, chain[0].url)
+                has_failed = partial(send_has_failed, sending, chain[0].url)
             else:
                 has_failed = partial(_relay_has_failed, relays[i - 1])
             reports = await chain[i].engine.stage(request, has_failed, deadline_s)
@@ -337,7 +342,7 @@ class StagedSync(SyncStrategy):
             return str(failure)
 
 
-def _send_has_failed(sending: "asyncio.Future[Any]", engine: str) -> bool:
+def send_has_failed(sending: "asyncio.Future[Any]", engine: str) -> bool:
     """Return whether the trainer ranks are done and failed to send to `engine`."""
     if not sending.done():
         return False

@@ -1,36 +1,24 @@
 """Links engines to the trainer ranks and brings them to the trainer's current weights.
 
-All engines are linked at once; each succeeds or fails by itself:
-
- controller                         engine's ranks              trainer ranks
- connect ------- HTTP ------------> facts
- all facts: the roster <----------- to the store                facts, once a run
- the roster ----------------------> trace, plan                 plan
- answers compared <---------------- to the store                answers, by call
- agreed --------------------------> connect <-----------------> connect
- reports <------------------------- to the store                reports, by call
-
-A call goes to all trainer ranks and covers all engines that wait for it. So the number of calls
-does not grow with the engines, and no trainer rank waits for a late engine.
-
-If any rank of an engine fails, the engine is out of rotation until it is linked and synced again.
-If the engine's parameters may mix versions, the engine also stays paused.
+All engines are linked at once; each succeeds or fails by itself (linker.py). If any rank of an
+engine fails, the engine is out of rotation until it is linked and synced again. If the engine's
+parameters may mix versions, the engine also stays paused.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
 
 import aiohttp
 
-from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.weight_sync.controller.engine_control import EngineCallError, EngineControl
+from mcore_rl.weight_sync.controller.factor_sync import FactorOptions, FactorSync
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine
+from mcore_rl.weight_sync.controller.linker import EngineLinker, LinkError
 from mcore_rl.weight_sync.controller.strategy import (
     GRACE_S,
     InPlaceSync,
@@ -39,155 +27,11 @@ from mcore_rl.weight_sync.controller.strategy import (
     SyncTarget,
     TrainerRanks,
 )
-from mcore_rl.weight_sync.controller.sync_report import SyncReport, find_root_error
-from mcore_rl.weight_sync.link_store import DATA, FACTS, RECORDED_PLAN, LinkStore
-from mcore_rl.weight_sync.waits import TransferError
-from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weight_sync.controller.sync_report import SyncReport
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
-
-Item = TypeVar("Item")
-Answer = TypeVar("Answer")
-T = TypeVar("T")
-Opened = str | Report
-"""As WeightSender.open_links returns it."""
-
-
-class LinkError(RuntimeError):
-    """An engine could not be linked; the message names the rank and the cause."""
-
-
-class EngineLinker:
-    """Links engines to the trainer ranks, which published `facts`."""
-
-    def __init__(self, trainers: TrainerRanks, facts: Sequence[bytes]) -> None:
-        self._facts = [DATA + each for each in facts]
-        turn = asyncio.Lock()
-        self._plan = JoinedCalls(trainers.plan_links, turn)
-        self._open = JoinedCalls(trainers.open_links, turn)
-
-    async def link(self, control: EngineControl, engine: LinkedEngine, deadline_s: float) -> str:
-        """Have all ranks join the engine's link; return the digest of the agreed plan.
-
-        Raises LinkError once a rank has failed, or some seconds after time.monotonic() passes
-        `deadline_s`.
-        """
-        engine.store.keep(engine.link)
-        sent, answer = await asyncio.gather(
-            _tell_failure(engine, self._join_trainers(engine, deadline_s)),
-            _tell_failure(engine, engine.command(control, "connect")),
-            return_exceptions=True,
-        )
-        if answer is None:
-            received = await engine.wait_reports("connect", deadline_s)
-        else:
-            received = engine.take_reports("connect")
-        return _judge(sent, received, answer)
-
-    async def _join_trainers(self, engine: LinkedEngine, deadline_s: float) -> Sequence[Opened]:
-        """Act for the trainer ranks at the store; return each rank's digest, or its error."""
-        link = engine.link
-        store = engine.store
-        store.publish_tagged(FACTS, self._facts)
-        roster = await store.wait_joined_async(FACTS, link.names, "the controller", deadline_s)
-        answers = await _await_trainers(self._plan.ask((link, roster)))
-        store.publish_tagged(RECORDED_PLAN, answers)
-        problems = await store.wait_joined_async(
-            RECORDED_PLAN, link.names, "the controller", deadline_s
-        )
-        return await _await_trainers(self._open.ask((link.engine, problems.decode())))
-
-
-class JoinedCalls(Generic[Item, Answer]):
-    """Joins calls for single engines into calls of all trainer ranks for several engines.
-
-    While a call is in flight, further calls wait and are joined into the next one.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[Sequence[Item]], Awaitable[Sequence[Sequence[Answer]]]],
-        turn: asyncio.Lock,
-    ) -> None:
-        """`call` takes items, and returns for each rank an answer per item; `turn` orders calls."""
-        self._call = call
-        self._turn = turn
-        self._waiting: list[tuple[Item, asyncio.Future[list[Answer]]]] = []
-
-    async def ask(self, item: Item) -> list[Answer]:
-        """Return each rank's answer to `item`.
-
-        An error of the joined call is raised for all its items. If the task that makes the joined
-        call is canceled, all other tasks get a RuntimeError.
-        """
-        answer: asyncio.Future[list[Answer]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((item, answer))
-        async with self._turn:
-            if not answer.done():
-                await self._call_all()
-        return await answer
-
-    async def _call_all(self) -> None:
-        batch, self._waiting = self._waiting, []
-        try:
-            by_rank = await self._call([item for item, _ in batch])
-            answers = [[of_rank[i] for of_rank in by_rank] for i in range(len(batch))]
-        except BaseException as error:
-            told = error
-            if not isinstance(error, Exception):  # A cancellation concerns only this task.
-                told = RuntimeError(f"the joined call was cut off: {type(error).__name__}")
-            for _, answer in batch:
-                if not answer.done():
-                    answer.set_exception(told)
-                    answer.exception()  # Otherwise the log shows it if nobody awaits it any more.
-            raise
-        for (_, answer), of_item in zip(batch, answers, strict=True):
-            if not answer.done():  # The waiting task may be canceled.
-                answer.set_result(of_item)
-
-
-async def _await_trainers(call: Awaitable[T]) -> T:
-    """Return the trainer ranks' answers; raise LinkError if the call failed."""
-    try:
-        return await call
-    except (RuntimeError, OSError) as error:
-        raise LinkError(f"the trainer ranks failed: {error}") from error
-
-
-async def _tell_failure(engine: LinkedEngine, work: Awaitable[T]) -> T:
-    """Return the result of `work`; if `work` fails, mark the link as failed for all its ranks."""
-    try:
-        return await work
-    except Exception as error:
-        named = isinstance(error, TransferError | LinkError | EngineCallError)
-        engine.store.fail(str(error) if named else describe_error(error))
-        raise
-
-
-def _judge(
-    sent: Sequence[Opened] | BaseException,
-    received: Sequence[Report],
-    answer: BaseException | None,
-) -> str:
-    """Return the digest that all ranks reported, or raise LinkError with the first cause."""
-    if isinstance(sent, LinkError):
-        raise sent
-    for error in (sent, answer):
-        if isinstance(error, BaseException) and not isinstance(
-            error, (TransferError, EngineCallError)
-        ):
-            raise error
-    if isinstance(sent, BaseException):
-        failed = [report for report in received if report.error and not report.missing]
-        message = find_root_error(failed, answer) if failed or answer else str(sent)
-        raise LinkError(message) from sent
-    failed = [each for each in sent if isinstance(each, Report)]
-    opened = {each for each in sent if isinstance(each, str)}
-    message = find_root_error([*failed, *received], answer, opened)
-    if message is not None:
-        raise LinkError(message)
-    return received[0].digest
-
 
 _log = logging.getLogger(__name__)
 
@@ -224,6 +68,7 @@ class SyncController:
         verify_every: int = 0,
         trace_all: bool = False,
         loaded: bool = False,
+        factors: FactorOptions | None = None,
     ) -> None:
         """Make a controller without engines.
 
@@ -240,6 +85,8 @@ class SyncController:
                    parameters and compared with the trainer's checksums; 0: none are
         loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, sent
                    weights are compared with the weights that an engine loaded
+        factors    engines merge low-rank factors themselves, over staged links; None: all weights
+                   travel in each sync
         """
         self._trainers = trainers
         self._host = host
@@ -258,13 +105,19 @@ class SyncController:
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
-        self._strategy = self._make_strategy(staged, relay, verify_every)
+        self._strategy = self._make_strategy(relay, verify_every, factors)
 
-    def _make_strategy(self, staged: bool, relay: bool, verify_every: int) -> SyncStrategy:
-        if not staged:
-            return InPlaceSync(self._trainers, self._timeout_s, self._mixed, verify_every)
+    def _make_strategy(
+        self, relay: bool, verify_every: int, factors: FactorOptions | None
+    ) -> SyncStrategy:
+        sides = self._trainers, self._timeout_s, self._mixed
+        if not self._staged:
+            assert factors is None, "factors need a second set of parameters"
+            return InPlaceSync(*sides, verify_every)
         relay_host = self._host if relay else None
-        return StagedSync(self._trainers, self._timeout_s, self._mixed, relay_host, verify_every)
+        if factors is None:
+            return StagedSync(*sides, relay_host, verify_every)
+        return FactorSync(*sides, relay_host, verify_every, factors, self._host)
 
     @property
     def linked(self) -> tuple[str, ...]:
@@ -296,6 +149,8 @@ class SyncController:
         self._facts = ()
         self._engines.clear()
         self._loaded = False
+        if isinstance(self._strategy, FactorSync):
+            self._strategy.forget_trainers()
 
     def unlink(self, url: str) -> None:
         """Forget an engine that has left."""
@@ -312,7 +167,7 @@ class SyncController:
         for url in urls:
             self._engines.pop(url, None)
         async with self._open_http() as http:
-            linker = EngineLinker(self._trainers, await self._ask_facts(urls))
+            linker = EngineLinker(self._trainers, {"weights": await self._ask_facts(urls)})
             outcomes = await asyncio.gather(
                 *(self._connect(linker, EngineControl(http, url)) for url in urls),
                 return_exceptions=True,

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
-from mcore_rl.weight_sync.controller.sync import JoinedCalls
+from mcore_rl.weight_sync.controller.linker import JoinedCalls
 
 
 def test_calls_that_come_while_one_is_under_way_are_joined() -> None:

@@ -28,7 +28,7 @@ class HungReceiver(WeightReceiver):
 class DeadRank:
     """A trainer rank that dies once it has told its facts."""
 
-    def describe(self) -> bytes:
+    def describe(self, content: str) -> bytes:
         return describe_rank(torch.device("cpu"), is_sender=True).encode()
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:

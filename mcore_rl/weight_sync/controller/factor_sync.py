@@ -1,0 +1,244 @@
+"""Brings versions of low-rank factors to engines, which merge them themselves.
+
+    first sync over a link    all weights, as without factors; then the links of W0 and of the
+                              factors are opened, and the engine shows that it merges to the bits
+                              that it serves
+    every later sync          factors -> merged in the second set -> swap, as for weights
+
+From time to time, trainer ranks also publish the checksums of their merged weights, with which an
+engine compares its own before and after the swap.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine
+from mcore_rl.weight_sync.controller.linker import EngineLinker, LinkError
+from mcore_rl.weight_sync.controller.strategy import (
+    GRACE_S,
+    StagedSync,
+    SyncTarget,
+    TrainerRanks,
+    send_has_failed,
+    wait_sent,
+)
+from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error
+from mcore_rl.weight_sync.link_store import LinkStore
+from mcore_rl.weight_sync.wire import AdapterRequest, Report, StageRequest
+from mcore_rl.weights.lora.places import AdapterStamp, Content
+
+
+@dataclass(frozen=True)
+class FactorOptions:
+    """What engines are linked for.
+
+    stamp   of the factors that the recipe trains
+    on_gpu  whether engines keep the weights below factors on their GPUs, not on the host
+    """
+
+    stamp: AdapterStamp
+    on_gpu: bool = False
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """An engine that gets links for the weights below factors, and for factors."""
+
+    target: SyncTarget
+    base: LinkedEngine
+    factors: LinkedEngine
+
+    @property
+    def names(self) -> list[str]:
+        return [self.base.link.engine, self.factors.link.engine]
+
+    def fail(self, reason: str) -> None:
+        for linked in (self.base, self.factors):
+            linked.store.fail(reason)
+
+
+class FactorSync(StagedSync):
+    """Sends all weights to engines that are linked anew, and factors to the others."""
+
+    def __init__(
+        self,
+        trainers: TrainerRanks,
+        timeout_s: float,
+        mixed: set[str],
+        relay_host: str | None,
+        verify_every: int,
+        options: FactorOptions,
+        host: str,
+    ) -> None:
+        """As StagedSync; `host` is this process's address."""
+        super().__init__(trainers, timeout_s, mixed, relay_host, verify_every)
+        self._options = options
+        self._host = host
+        self._linker: EngineLinker | None = None
+
+    def forget_trainers(self) -> None:
+        self._linker = None
+
+    async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
+        results: dict[str, EngineSyncResult] = {}
+        known = [target for target in targets if target.engine.factors is not None]
+        if known:
+            results |= await self._move_factors(version, known)
+        new = [target for target in targets if target.engine.factors is None]
+        if new:
+            results |= {result.url: result for result in await super().run(version, new)}
+            served = [target for target in new if results[target.url].error is None]
+            for opened in await self._open_links(version, served):
+                whole = results[opened.url]
+                num_bytes = whole.num_bytes + opened.num_bytes
+                results[opened.url] = replace(whole, error=opened.error, num_bytes=num_bytes)
+        return [results[target.url] for target in targets]
+
+    async def _move_factors(
+        self, version: int, targets: Sequence[SyncTarget]
+    ) -> dict[str, EngineSyncResult]:
+        """Send factors of `version`; swap in what engines made of them. Return url -> result."""
+        deadline_s = time.monotonic() + self._timeout_s + GRACE_S
+        links = {
+            target.url: target.engine.factors.link.engine
+            for target in targets
+            if target.engine.factors is not None
+        }
+        verified = [target.url for target in targets if self._is_to_verify(target)]
+        sending = asyncio.ensure_future(self._send(version, list(links.values()), verified))
+
+        async def stage(target: SyncTarget) -> list[Report]:
+            request = AdapterRequest(self._options.stamp, verify=target.url in verified)
+            has_failed = partial(send_has_failed, sending, links[target.url])
+            of_version = StageRequest(version, adapter=request)
+            return await target.engine.stage(of_version, has_failed, deadline_s)
+
+        received = await asyncio.gather(*map(stage, targets))
+        sent = await wait_sent(sending)
+        swaps = []
+        for target, reports in zip(targets, received, strict=True):
+            result = replace(self._judge(links[target.url], reports, sent), url=target.url)
+            swaps.append(self._swap(target, version, result, deadline_s))
+        return {result.url: result for result in await asyncio.gather(*swaps)}
+
+    async def _send(
+        self, version: int, links: Sequence[str], verified: Sequence[str]
+    ) -> Sequence[Mapping[str, Report]]:
+        sent = await self._start_send(version, links)
+        if verified:
+            await self._trainers.publish_sums(version, verified)
+        return sent
+
+    async def _open_links(
+        self, version: int, targets: Sequence[SyncTarget]
+    ) -> list[EngineSyncResult]:
+        """Open links for factors with engines that serve `version`."""
+        if not targets:
+            return []
+        deadline_s = time.monotonic() + self._timeout_s + GRACE_S
+        openings = [
+            _Opening(target, *(self._make_link(target.engine, kind) for kind in _KINDS))
+            for target in targets
+        ]
+        sending = asyncio.ensure_future(self._join_and_send(version, openings, deadline_s))
+        received = await asyncio.gather(
+            *(self._stage_opening(version, each, sending, deadline_s) for each in openings)
+        )
+        sent = await wait_sent(sending)
+        results = []
+        for opening, reports in zip(openings, received, strict=True):
+            target = opening.target
+            result = self._judge(opening.factors.link.engine, reports, sent)
+            error = result.error
+            if error is None:
+                target.engine.factors = opening.factors
+            else:
+                error = f"engine {target.url} cannot take factors: {error}"
+            results.append(replace(result, url=target.url, error=error))
+        return results
+
+    async def _stage_opening(
+        self,
+        version: int,
+        opening: _Opening,
+        sending: "asyncio.Future[Sequence[Mapping[str, Report]]]",
+        deadline_s: float,
+    ) -> list[Report]:
+        options = self._options
+        links = opening.base.link, opening.factors.link
+        request = AdapterRequest(options.stamp, *links, on_gpu=options.on_gpu)
+        of_version = StageRequest(version, adapter=request)
+        has_failed = partial(send_has_failed, sending, opening.factors.link.engine)
+        reports = await opening.target.engine.stage(of_version, has_failed, deadline_s)
+        error = find_root_error(reports)
+        if error is not None:
+            opening.fail(error)  # No trainer rank waits for this engine any longer.
+        return reports
+
+    async def _join_and_send(
+        self, version: int, openings: Sequence[_Opening], deadline_s: float
+    ) -> Sequence[Mapping[str, Report]]:
+        """Have the trainer ranks join all links, and send over those that they joined.
+
+        Returns for each rank a report for each link of factors, as TrainerRanks.send does.
+        """
+        linker = await self._find_linker()
+        errors = await asyncio.gather(*(_join(linker, opening, deadline_s) for opening in openings))
+        joined = [each for each, error in zip(openings, errors, strict=True) if error is None]
+        sent: Sequence[Mapping[str, Report]] = [{} for _ in range(self._trainers.world_size)]
+        if joined:
+            names = [name for opening in joined for name in opening.names]
+            sent = await self._start_send(version, names)
+        failed = {
+            opening.factors.link.engine: Report("trainer ranks", error=error, peer_lost=True)
+            for opening, error in zip(openings, errors, strict=True)
+            if error is not None
+        }
+        return [{**of_rank, **failed} for of_rank in sent]
+
+    async def _find_linker(self) -> EngineLinker:
+        if self._linker is None:
+            facts: dict[Content, Sequence[bytes]] = {
+                kind: await self._trainers.describe(kind) for kind in _KINDS
+            }
+            self._linker = EngineLinker(self._trainers, facts)
+        return self._linker
+
+    def _make_link(self, engine: LinkedEngine, kind: Content) -> LinkedEngine:
+        """Return a link of the engine's ranks with a store of its own."""
+        store = LinkStore.serve(self._host, engine.link.timeout_s)
+        link = replace(
+            engine.link,
+            engine=f"{engine.link.engine} ({kind})",
+            store_host=self._host,
+            store_port=store.port,
+            store_key=store.key,
+            staged=False,
+            layouts="",
+            delta="off",
+            pull=False,
+            loaded=False,
+            content=kind,
+        )
+        store.keep(link)
+        return LinkedEngine(link, store, engine.tp_size)
+
+
+_KINDS: tuple[Content, Content] = ("base", "factors")
+
+
+async def _join(linker: EngineLinker, opening: _Opening, deadline_s: float) -> str | None:
+    """Have the trainer ranks join both links of an engine; return the error, if there is one."""
+    try:
+        for linked in (opening.base, opening.factors):
+            answers = await linker.join(linked, deadline_s)
+            failed = [each for each in answers if isinstance(each, Report)]
+            if failed:
+                raise LinkError(find_root_error(failed))
+    except RuntimeError as error:
+        opening.fail(str(error))
+        return str(error)
+    return None
