@@ -212,7 +212,7 @@ class Config(Options, group=""):
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
-        check_lora(self.train, self.optimizers)
+        check_lora(self.train, self.optimizers, self.rollout)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
         refuse(self, self._list_unread())

@@ -376,13 +376,24 @@ def find_unread_beside_lora(
     yield Unread(_FROZEN, context, remedy)
     for group in _list_groups(optimizers):
         yield Unread((f"{group}.vision_lr",), context, remedy)
+    if train.lora.sync == "merged":
+        remedy = "set train.lora.sync=factors"
+        yield Unread(("train.lora.engine_base",), "train.lora.sync=merged", remedy)
 
 
-def check_lora(train: TrainConfig, optimizers: Mapping[str, OptimizerConfig]) -> None:
-    """Raise ValueError if factors cannot be trained as the recipe says."""
+def check_lora(
+    train: TrainConfig, optimizers: Mapping[str, OptimizerConfig], rollout: RolloutConfig
+) -> None:
+    """Raise ValueError if factors cannot be trained, or brought to engines, as the recipe says."""
     rank = train.lora.rank
     if not rank:
         return
+    if train.lora.sync == "factors" and not rollout.stage_weights:
+        raise ValueError(
+            "train.lora.sync=factors with rollout.stage_weights=false: engines merge factors into"
+            " a second copy of their weights, which they don't have; set train.lora.sync=merged,"
+            " or rollout.stage_weights=true where engines have GPUs of their own"
+        )
     for group in _list_groups(optimizers):
         if optimizers[group].name == "muon":
             raise ValueError(

@@ -21,6 +21,7 @@ from mcore_rl.config import (
     CriticConfig,
     DriftConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -76,10 +77,13 @@ from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.types import WeightVersion
+from mcore_rl.weight_sync.controller.factor_sync import FactorOptions
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
+from mcore_rl.weights.lora.base import find_base_sum
+from mcore_rl.weights.lora.facts import AdapterFacts
 from mcore_rl.weights.models.value_head import add_value_head
 
 _log = logging.getLogger(__name__)
@@ -188,6 +192,7 @@ def make_sync(
     start_step   as load_models returned it
     """
     started, folder, keys = run.started, run.folder, run.processes.keys
+    seed = config.run.seed
     engines, gpus = started.engines, started.gpus
     links = make_links(
         config.model,
@@ -201,6 +206,7 @@ def make_sync(
         timeout_s=config.run.call_timeout_s,
         start_step=start_step,
         is_colocated=config.cluster.colocated,
+        factors=choose_factors(config.train.lora, config.model, config.rollout, run.policy, seed),
     )
     devices = started.trainer.device_names()
     made_by = describe_kernels(config.model, config.rollout, config.train, devices)
@@ -226,6 +232,20 @@ def make_sync(
     )
 
 
+def choose_factors(
+    lora: LoraConfig, model: ModelConfig, rollout: RolloutConfig, policy: ModelFacts, seed: int
+) -> FactorOptions | None:
+    """Return what engines that merge low-rank factors are linked for; None: they get all weights.
+
+    Reads as little of the model directory as `find_base_sum`.
+    """
+    if not lora.sends_factors(rollout.stage_weights):
+        return None
+    base = find_base_sum(model.init, policy, seed)
+    facts = AdapterFacts.make(lora, policy.config, base, model.path)
+    return FactorOptions(facts.make_stamp(policy.config), on_gpu=lora.engine_base == "gpu")
+
+
 def make_links(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -239,11 +259,13 @@ def make_links(
     timeout_s: float,
     start_step: int,
     is_colocated: bool,
+    factors: FactorOptions | None,
 ) -> SyncController:
     """Return the controller that links engines to trainer ranks.
 
     host           this process's address
     is_colocated   engines are on the trainer ranks' GPUs
+    factors        as choose_factors returned it
     """
     # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
     is_plain = rollout.quantization == "none" and not policy.int4
@@ -269,6 +291,7 @@ def make_links(
         trace_all=sync.trace == "full",
         verify_every=sync.reads_back_every,
         loaded=is_loaded and is_kept and sync.verify == "destination",
+        factors=factors,
     )
 
 

@@ -30,6 +30,7 @@ from mcore_rl.process.log_files import find_segments
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.parts import (
     StartedRun,
+    choose_factors,
     complete_saves,
     finish_run,
     load_checkpoint,
@@ -46,6 +47,7 @@ from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus, SharingCriti
 from mcore_rl.run.roles.trainer import PackedCritic, Packing, TrainSpeed
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
+from mcore_rl.weight_sync.controller.factor_sync import FactorSync
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
@@ -286,7 +288,34 @@ def links_of(config: Config, start_step: int = 0) -> SyncController:
         timeout_s=1.0,
         start_step=start_step,
         is_colocated=config.cluster.colocated,
+        factors=choose_factors(config.train.lora, config.model, config.rollout, policy, 0),
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "stamp"),
+    [
+        ((), None),
+        (("train.lora.rank=8",), (8, 4.0, 48 * (4 + 3 * 128), True)),
+        (("train.lora.rank=4", "train.lora.targets=[q_proj]"), (4, 8.0, 48, True)),
+        (("train.lora.rank=8", "train.lora.sync=merged"), None),
+        (("train.lora.rank=8", "rollout.stage_weights=false"), None),
+    ],
+)
+def test_engines_merge_factors_if_they_stage_weights(
+    settings: tuple[str, ...], stamp: tuple[int, float, int, bool] | None
+) -> None:
+    config = load_recipe(
+        "tiny_moe_grpo",
+        ["model.path=m", "model.init=random", "train.router_aux_loss_coef=0", *settings],
+    )
+    strategy = links_of(config)._strategy
+    options = strategy._options if isinstance(strategy, FactorSync) else None
+    found = options and (
+        *(options.stamp.rank, options.stamp.scale, options.stamp.num_matrices),
+        len(options.stamp.base) == 64,
+    )
+    assert found == stamp
 
 
 @pytest.mark.parametrize("staged", [True, False])
