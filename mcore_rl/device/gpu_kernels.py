@@ -187,3 +187,33 @@ def quantize_blocks(
         min_amax,
         BLOCK=block,
     )
+
+
+_TILE = (32, 128)
+"""Rows and columns of a matrix that a block of `add_low_rank` computes."""
+
+
+def add_low_rank(weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float) -> None:
+    """Add s B A to W in place: products in the order of r, each operation rounded to float32.
+
+    All three may be strided views. Bit for bit what weights/lora/product.py computes with torch.
+    """
+    from mcore_rl.device import triton_kernels
+
+    num_rows, num_columns = weight_RC.shape
+    kernel: Any = triton_kernels.add_low_rank
+    kernel[-(-num_rows // _TILE[0]), -(-num_columns // _TILE[1])](
+        weight_RC,
+        a_rC,
+        b_Rr,
+        num_rows,
+        num_columns,
+        len(a_rC),
+        *weight_RC.stride(),
+        *a_rC.stride(),
+        *b_Rr.stride(),
+        scale,
+        ROWS=_TILE[0],
+        COLUMNS=_TILE[1],
+        enable_fp_fusion=False,
+    )

@@ -298,3 +298,45 @@ def pull_dense(
             tl.store(target + i, word, mask=inside)
         total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
     tl.atomic_add(sums + tl.load(chunk + 9), tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit
+def add_low_rank(
+    weight,
+    first,
+    second,
+    num_rows,
+    num_columns,
+    rank,
+    weight_row,
+    weight_column,
+    first_row,
+    first_column,
+    second_row,
+    second_column,
+    scale,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """Add s B A to a tile of the weight; arguments as in gpu_kernels.add_low_rank.
+
+    Compiled without fused multiply-add, so that each operation is rounded for itself.
+    """
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    has_row = rows < num_rows
+    has_column = columns < num_columns
+    b = second + rows * second_row
+    a = first + columns * first_column
+    b_value = tl.load(b, mask=has_row, other=0.0).to(tl.float32)
+    a_value = tl.load(a, mask=has_column, other=0.0).to(tl.float32)
+    total = b_value[:, None] * a_value[None, :]
+    for k in range(1, rank):
+        b_value = tl.load(b + k * second_column, mask=has_row, other=0.0).to(tl.float32)
+        a_value = tl.load(a + k * first_row, mask=has_column, other=0.0).to(tl.float32)
+        total = total + b_value[:, None] * a_value[None, :]
+    total = total * scale
+    place = weight + rows[:, None] * weight_row + columns[None, :] * weight_column
+    inside = has_row[:, None] & has_column[None, :]
+    before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(place, (total + before).to(weight.dtype.element_ty), mask=inside)

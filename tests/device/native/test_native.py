@@ -24,7 +24,7 @@ def make_compiler(path: Path, body: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["changes", "checked_copy", "forward", "sampling"])
+@pytest.mark.parametrize("name", ["changes", "checked_copy", "forward", "low_rank", "sampling"])
 def test_the_library_is_compiled_once(name: str, cache: Path, monkeypatch, tmp_path) -> None:
     calls = tmp_path / "calls"
     compiler = make_compiler(tmp_path / "compiler", f'echo call >> {calls}\nexec cc "$@"')

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mcore_rl.weights.lora.product import add_product
+from mcore_rl.weights.lora import product
+from mcore_rl.weights.lora.product import add_by_torch, add_product
 
 RANK = 17
 SCALE = 3 / 7
@@ -37,6 +38,46 @@ def test_parts_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     transposed = weight.T.contiguous().T
     add_product(transposed, a.T.contiguous().T, b.T.contiguous().T, SCALE)
     assert torch.equal(transposed, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "columns"), [(1, 64), (2, 63), (5, 1), (32, 517)])
+def test_compiled_code_has_the_bits_of_torch(dtype: torch.dtype, rank: int, columns: int) -> None:
+    weight, a, b = make(dtype)
+    wanted = weight[:, :columns].clone()
+    add_by_torch(wanted, a[:rank, :columns], b[:, :rank], SCALE)
+    found = weight.clone()
+    add_product(found[:, :columns], a[:rank, :columns], b[:, :rank], SCALE)
+    assert torch.equal(found[:, :columns], wanted)
+    assert torch.equal(found[:, columns:], weight[:, columns:])
+
+
+def test_code_of_a_compiler_that_reorders_sums_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Reordering:
+        class add_low_rank:
+            def __new__(cls, *arguments: object) -> None: ...
+
+    monkeypatch.setattr(product, "load", lambda name: Reordering)
+    product.find_library.cache_clear()
+    try:
+        assert product.find_library() is None
+    finally:
+        product.find_library.cache_clear()
+    assert "the compiler reorders sums" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_has_the_bits_of_the_host(dtype: torch.dtype) -> None:
+    weight, a, b = make(dtype)
+    on_gpu = weight.cuda()
+    add_product(weight, a, b, SCALE)
+    by_torch = on_gpu.clone()
+    add_by_torch(by_torch, a.cuda(), b.cuda(), SCALE)
+    add_product(on_gpu, a.cuda(), b.cuda(), SCALE)
+    assert torch.equal(on_gpu.cpu(), weight) and torch.equal(by_torch.cpu(), weight)
 
 
 def test_the_product_is_that_of_float64_but_for_rounding() -> None:
