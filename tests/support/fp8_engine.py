@@ -1,11 +1,11 @@
-"""One rank of an SGLang engine with FP8 weights, linked as in a run, but not serving.
+"""One rank of an SGLang engine, most often with FP8 weights, linked as in a run, but not serving.
 
 SGLang 0.5.23 serves FP8 on the CPU only with AMX. Model, parameters and loaders are its own.
 Arguments: JSON {"hf_dir", "sizes", "rank"}. Then each line of JSON on stdin is answered by one on
 stdout:
 
 {"link"}                         connect
-{"link", "version"}              receive
+{"link", "version"}              receive; over a staged link, swap in
 {"expected": safetensors file}   name parameters that differ from what SGLang loads from the file
 """
 
@@ -27,7 +27,7 @@ from mcore_rl.weight_sync.receiver import (
     keep_on_calling_thread,
     list_loaded_parameters,
 )
-from mcore_rl.weight_sync.wire import Command, Link
+from mcore_rl.weight_sync.wire import Action, Command, Link
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.sglang_layout_checks import engine_model
 
@@ -51,12 +51,11 @@ def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
                 answer: Any = compare(model, found, load_file(request["expected"]))
             else:
                 version = request.get("version")
-                command = Command(
-                    Link(**request["link"]),
-                    "receive" if version else "connect",
-                    version,
-                    verify=version is not None,
-                )
+                link = Link(**request["link"])
+                action: Action = "connect"
+                if version is not None:
+                    action = "swap" if link.staged else "receive"
+                command = Command(link, action, version, verify=version is not None)
                 answer = asdict(receiver.handle(command, rank, load_weights, tensors))
             print(json.dumps(answer), file=answers, flush=True)
 

@@ -5,12 +5,8 @@ Megatron gathered.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +29,7 @@ from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import Link
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from tests.support.engine_ranks import EngineRanks
 from tests.support.fp8_oracle import dequantize, per_block_cast_to_fp8
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
 from tests.support.tiny_models import write_model
@@ -90,54 +87,6 @@ PROJECTION = re.compile(
     r".*\.((self_attn|mlp|shared_experts|experts\.\d+)\.\w+_proj(_with_mqa)?"
     r"|indexer\.(wq_b|wk))\.weight"
 )
-
-
-class EngineRanks:
-    """The ranks of an engine with FP8 weights, each in a process of its own."""
-
-    def __init__(self, hf_dir: Path, sizes: Mapping[str, Any]) -> None:
-        self._processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "tests.support.fp8_engine",
-                    json.dumps({"hf_dir": str(hf_dir), "sizes": sizes, "rank": rank}),
-                ],
-                env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=(hf_dir / f"engine{rank}.log").open("w"),
-                text=True,
-            )
-            for rank in range(sizes["tp"])
-        ]
-        self._logs = [hf_dir / f"engine{rank}.log" for rank in range(sizes["tp"])]
-        self._pool = ThreadPoolExecutor(len(self._processes))
-        self.answers()
-
-    def ask(self, **request: Any) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(request) + "\n")
-            process.stdin.flush()
-
-    def answers(self) -> list[dict[str, Any]]:
-        """One per rank, within 2 * TIMEOUT_S."""
-        lines = [
-            self._pool.submit(process.stdout.readline)
-            for process in self._processes
-            if process.stdout
-        ]
-        found = [line.result(timeout=2 * TIMEOUT_S) for line in lines]
-        assert all(found), "\n".join(log.read_text()[-3000:] for log in self._logs)
-        return [json.loads(line) for line in found]
-
-    def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._pool.shutdown()
 
 
 @pytest.fixture(scope="module")
