@@ -1,10 +1,10 @@
-/* Adds s B A to a matrix, to the bits that mcore_rl/weights/lora/product.py defines:
+/* Writes W0 + s B A to a matrix, to the bits that mcore_rl/weights/lora/product.py defines:
 
    W = round(W0 + s (((b_0 a_0) + b_1 a_1) + b_2 a_2 + ...))     each operation rounded to float32
 
    So products are added one by one, in the order of the rank, and neither joined with the sums
    (fused multiply-add) nor reordered, which the pragma says against the flags of the package.
-   Several columns of a row, and two rows, are summed side by side. */
+   ROWS rows and BLOCK columns are summed side by side. */
 
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 #ifdef __clang__
@@ -17,6 +17,11 @@
 #define LANES 16
 #define GROUPS 4
 #define BLOCK (LANES * GROUPS)
+#ifdef __AVX512F__
+#define ROWS 4
+#else
+#define ROWS 2
+#endif
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -35,66 +40,58 @@ static inline uint16_t to_bf16(float number) {
     return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
-static void finish(void *row, int is_bf16, int64_t first, int64_t count, const float *sums,
-                   float scale) {
+static inline void finish(char *weight, const char *base, int is_bf16, int64_t count,
+                          const float *sums, float scale) {
     if (is_bf16) {
-        uint16_t *to = (uint16_t *)row + first;
-        for (int64_t j = 0; j < count; j++) to[j] = to_bf16(sums[j] * scale + from_bf16(to[j]));
+        uint16_t *to = (uint16_t *)weight;
+        const uint16_t *from = (const uint16_t *)base;
+        for (int64_t j = 0; j < count; j++) to[j] = to_bf16(sums[j] * scale + from_bf16(from[j]));
     } else {
-        float *to = (float *)row + first;
-        for (int64_t j = 0; j < count; j++) to[j] = sums[j] * scale + to[j];
+        float *to = (float *)weight;
+        const float *from = (const float *)base;
+        for (int64_t j = 0; j < count; j++) to[j] = sums[j] * scale + from[j];
     }
 }
 
-static void add_block(char *rows[2], int num_rows, int is_bf16, const float *a, int64_t columns,
-                      const float *b[2], int64_t rank, int64_t first, float scale) {
-    lanes sums[2][GROUPS];
+static inline void sum_rows(const int num_rows, lanes sums[ROWS][GROUPS], const float *a,
+                            const float *b, int64_t rank) {
     for (int row = 0; row < num_rows; row++)
         for (int g = 0; g < GROUPS; g++)
-            sums[row][g] = *(const lanes *)(a + first + LANES * g) * b[row][0];
-    if (num_rows == 2) {
-        for (int64_t k = 1; k < rank; k++)
-            for (int g = 0; g < GROUPS; g++) {
-                const lanes value = *(const lanes *)(a + k * columns + first + LANES * g);
-                sums[0][g] = sums[0][g] + value * b[0][k];
-                sums[1][g] = sums[1][g] + value * b[1][k];
-            }
-    } else {
-        for (int64_t k = 1; k < rank; k++)
-            for (int g = 0; g < GROUPS; g++)
-                sums[0][g] = sums[0][g] + *(const lanes *)(a + k * columns + first + LANES * g)
-                                              * b[0][k];
-    }
-    for (int row = 0; row < num_rows; row++) {
-        float flat[BLOCK];
-        memcpy(flat, sums[row], sizeof(flat));
-        finish(rows[row], is_bf16, first, BLOCK, flat, scale);
-    }
-}
-
-static void add_rest(char *row, int is_bf16, const float *a, int64_t columns, const float *b,
-                     int64_t rank, int64_t first, float scale) {
-    float sums[BLOCK];
-    const int64_t count = columns - first;
-    for (int64_t j = 0; j < count; j++) sums[j] = b[0] * a[first + j];
+            sums[row][g] = *(const lanes *)(a + LANES * g) * b[row * rank];
     for (int64_t k = 1; k < rank; k++)
-        for (int64_t j = 0; j < count; j++) sums[j] = sums[j] + b[k] * a[k * columns + first + j];
-    finish(row, is_bf16, first, count, sums, scale);
+        for (int g = 0; g < GROUPS; g++) {
+            const lanes value = *(const lanes *)(a + k * BLOCK + LANES * g);
+            for (int row = 0; row < num_rows; row++)
+                sums[row][g] = sums[row][g] + value * b[row * rank + k];
+        }
 }
 
-/* weight   rows of float32 or bfloat16, `row_bytes` apart, each without gaps
-   a        [rank, columns], b [rows, rank], both float32 without gaps */
-void add_low_rank(char *weight, int64_t row_bytes, int64_t is_bf16, const float *a, const float *b,
-                  int64_t num_rows, int64_t columns, int64_t rank, float scale) {
-    const int64_t whole = columns - columns % BLOCK;
+/* weight, base   rows of float32 or bfloat16 so many bytes apart, each without gaps; may be one
+   a              [blocks, rank, BLOCK] float32: the columns in blocks, the last one padded
+   b              [rows, rank] float32 */
+void add_low_rank(char *weight, int64_t weight_row, const char *base, int64_t base_row,
+                  int64_t is_bf16, const float *a, const float *b, int64_t num_rows,
+                  int64_t columns, int64_t rank, float scale) {
+    const int64_t bytes = is_bf16 ? 2 : 4;
 #pragma omp parallel for if (num_rows * columns > 1 << 16)
-    for (int64_t i = 0; i < num_rows; i += 2) {
-        const int pair = i + 1 < num_rows ? 2 : 1;
-        char *rows[2] = {weight + i * row_bytes, weight + (i + pair - 1) * row_bytes};
-        const float *factors[2] = {b + i * rank, b + (i + pair - 1) * rank};
-        for (int64_t first = 0; first < whole; first += BLOCK)
-            add_block(rows, pair, (int)is_bf16, a, columns, factors, rank, first, scale);
-        for (int row = 0; row < pair && whole < columns; row++)
-            add_rest(rows[row], (int)is_bf16, a, columns, factors[row], rank, whole, scale);
+    for (int64_t i = 0; i < num_rows; i += ROWS) {
+        const int here = num_rows - i < ROWS ? (int)(num_rows - i) : ROWS;
+        for (int64_t first = 0; first < columns; first += BLOCK) {
+            lanes sums[ROWS][GROUPS];
+            if (here == ROWS)
+                sum_rows(ROWS, sums, a + first * rank, b + i * rank, rank);
+            else
+                sum_rows(here, sums, a + first * rank, b + i * rank, rank);
+            const int64_t count = columns - first < BLOCK ? columns - first : BLOCK;
+            for (int row = 0; row < here; row++) {
+                float flat[BLOCK];
+                memcpy(flat, sums[row], sizeof(flat));
+                finish(weight + (i + row) * weight_row + first * bytes,
+                       base + (i + row) * base_row + first * bytes, (int)is_bf16, count, flat,
+                       scale);
+            }
+        }
     }
 }
+
+int64_t block_columns(void) { return BLOCK; }

@@ -38,7 +38,7 @@ from mcore_rl.weights.lora.places import (
     list_parts,
     make_stamp_shard,
 )
-from mcore_rl.weights.lora.product import add_product
+from mcore_rl.weights.lora.product import add_product, merge_product
 from mcore_rl.weights.lora.whole import check_whole
 
 _HOST = torch.device("cpu")
@@ -146,6 +146,7 @@ class EngineAdapter:
         before = self._sent
         self._sent = None
         sums = executor.execute(version, self._factors, began_s + executor.end.link.timeout_s)
+        report = executor.make_report(began_s)
         stamp = AdapterStamp.decode(self._factors[_STAMP_TENSOR].tolist())
         request.stamp.refuse_other(stamp, f"version {version}")
         with self._stream.running():
@@ -153,7 +154,6 @@ class EngineAdapter:
                 self._merge(part, stamp.scale, staged)
         self._sent = SentSums.join(version, sums)
         changed = None if before is None else self._sent.count_changed(before)
-        report = executor.make_report(began_s)
         return replace(report, num_slices=len(self._sent.sums_P), num_changed=changed)
 
     def _merge(self, part: AdaptedPart, scale: float, staged: Mapping[str, Tensor]) -> None:
@@ -161,8 +161,7 @@ class EngineAdapter:
         a_rC, b_Rr = part.first.view(self._factors), part.second.view(self._factors)
         served_RC = part.place.view(staged)
         if served_RC.dtype == base_RC.dtype:
-            served_RC.copy_(base_RC)
-            add_product(served_RC, a_rC, b_Rr, scale)
+            merge_product(base_RC, served_RC, a_rC, b_Rr, scale)
             return
         merged_RC = base_RC.to(self._device, copy=True)
         add_product(merged_RC, a_rC, b_Rr, scale)

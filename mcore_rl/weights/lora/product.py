@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mcore_rl.device.gpu_kernels import add_low_rank, has_kernel
 from mcore_rl.device.native import load
@@ -31,20 +32,32 @@ _COMPILED = (torch.float32, torch.bfloat16)
 
 @torch.no_grad()
 def add_product(weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float) -> None:
-    """Add s B A to W in place, in float32, rounded once to the dtype of W.
+    """Add s B A to W in place, as `merge_product` computes it."""
+    merge_product(weight_RC, weight_RC, a_rC, b_Rr, scale)
 
-    Memory without compiled code or kernel: float32 twice for each element computed at once.
+
+@torch.no_grad()
+def merge_product(
+    base_RC: Tensor, weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float
+) -> None:
+    """Write W0 + s B A to W, which may be W0: in float32, rounded once to the dtype of both.
+
+    W0 may be in host memory below a W on a GPU. Memory without compiled code or kernel: float32
+    twice for each element computed at once.
     """
-    if has_kernel(weight_RC):
-        add_low_rank(weight_RC, a_rC, b_Rr, scale)
-        return
-    is_dense = weight_RC.stride(1) == 1 or weight_RC.shape[1] == 1
-    if weight_RC.is_cpu and weight_RC.dtype in _COMPILED and is_dense:
+    assert base_RC.dtype == weight_RC.dtype, f"{base_RC.dtype} and {weight_RC.dtype}"
+    dense = all(t.stride(1) == 1 or t.shape[1] == 1 for t in (base_RC, weight_RC))
+    if weight_RC.is_cpu and weight_RC.dtype in _COMPILED and dense:
         library = find_library()
         if library is not None:
-            _add_compiled(library, weight_RC, a_rC, b_Rr, scale)
+            _merge_compiled(library, base_RC, weight_RC, a_rC, b_Rr, scale)
             return
-    add_by_torch(weight_RC, a_rC, b_Rr, scale)
+    if base_RC is not weight_RC:
+        weight_RC.copy_(base_RC, non_blocking=True)
+    if has_kernel(weight_RC):
+        add_low_rank(weight_RC, a_rC, b_Rr, scale)
+    else:
+        add_by_torch(weight_RC, a_rC, b_Rr, scale)
 
 
 def add_by_torch(weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float) -> None:
@@ -70,6 +83,7 @@ def find_library() -> Any:
     if library is None:
         return None
     library.add_low_rank.restype = None
+    library.block_columns.restype = ctypes.c_int64
     generator = torch.Generator().manual_seed(0)
     for dtype in _COMPILED:
         weight, a, b = (
@@ -78,24 +92,32 @@ def find_library() -> Any:
         )
         expected = weight.clone()
         add_by_torch(expected, a, b, 0.3)
-        _add_compiled(library, weight, a, b, 0.3)
+        _merge_compiled(library, weight, weight, a, b, 0.3)
         if not torch.equal(weight, expected):
             _log.warning("the compiler reorders sums: factors are merged by torch, which is slower")
             return None
     return library
 
 
-def _add_compiled(
-    library: Any, weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float
+def _merge_compiled(
+    library: Any, base_RC: Tensor, weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float
 ) -> None:
-    a_rC, b_Rr = a_rC.float().contiguous(), b_Rr.float().contiguous()
     num_rows, num_columns = weight_RC.shape
-    numbers = num_rows, num_columns, len(a_rC)
+    rank = len(a_rC)
+    padded_rC = pad(a_rC.float(), (0, -num_columns % library.block_columns()))
+    a_in_blocks = padded_rC.view(rank, -1, library.block_columns()).transpose(0, 1).contiguous()
+    b_Rr = b_Rr.float().contiguous()
     library.add_low_rank(
-        ctypes.c_void_p(weight_RC.data_ptr()),
-        ctypes.c_int64(weight_RC.stride(0) * weight_RC.element_size()),
+        *(
+            argument
+            for tensor in (weight_RC, base_RC)
+            for argument in (
+                ctypes.c_void_p(tensor.data_ptr()),
+                ctypes.c_int64(tensor.stride(0) * tensor.element_size()),
+            )
+        ),
         ctypes.c_int64(weight_RC.dtype == torch.bfloat16),
-        *(ctypes.c_void_p(factor.data_ptr()) for factor in (a_rC, b_Rr)),
-        *map(ctypes.c_int64, numbers),
+        *(ctypes.c_void_p(factor.data_ptr()) for factor in (a_in_blocks, b_Rr)),
+        *map(ctypes.c_int64, (num_rows, num_columns, rank)),
         ctypes.c_float(scale),
     )
