@@ -31,13 +31,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run_translate(args: argparse.Namespace) -> None:
     """Write the recipe, and list the unneeded options. Raises ValueError for wrong input."""
-    from mcore_rl.tools.translate.systems import SYSTEMS, write_recipe
+    from mcore_rl.tools.translate.systems import SYSTEMS, complete, write_recipe
 
     if args.out is not None and args.out.exists():
         raise ValueError(f"--out {args.out}: the file exists; delete it, or name another")
     system = SYSTEMS[args.system]
     options = system.read(args.options)
-    translation = system.translate(options)
+    translation = complete(system.translate(options))
     given = len(options.given) + len(options.unreadable)
     title = f"made of {system.title}'s options by `mcore-rl translate {args.system}`: {given} given"
     text = write_recipe(translation, title)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
     """Return the options of YAML files and of overrides `key=value`; later ones win.
 
     A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
-    A whole command line also has what Hydra and Python read: -m <module>, --config-name=<name>. A
-    configuration of that name which is not verl's own is read from --config-path.
-    Raises ValueError naming the file or the override that cannot be read.
+    A whole command line also has what runs verl, `uv run ... python3 -m <module>`, and what Hydra
+    reads, --config-name=<name>. A configuration of that name which is not verl's own is read from
+    --config-path.
+    Raises ValueError naming the file, the override or the program that cannot be read.
     """
     is_whole = False
-    flags, rest = _command_line().parse_known_args(arguments)
+    flags, rest = _command_line().parse_known_args(_drop_program(arguments))
     primary = _read_primary(flags.config_name, flags.config_path or flags.config_dir or ".")
     given = dict(primary.given)
     for argument in rest:
@@ -42,6 +44,33 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
             given |= parse_overrides([argument])
     unreadable = {n: text for n, text in primary.unreadable.items() if n not in given}
     return ForeignOptions(given, is_whole, primary.config_name, unreadable)
+
+
+OTHER_PROGRAMS = {
+    "sft": "`mcore-rl sft` trains on answers, with sft.* (docs/recipes.md)",
+    "generation": "`mcore-rl eval` samples without training",
+    "eval": "`mcore-rl eval` scores answers",
+}
+"""Programs of verl that are not its RL training, by a part of their names, and what there is."""
+
+
+def _drop_program(words: Sequence[str]) -> Sequence[str]:
+    """Return what follows the program in a whole command line; other words as they are.
+
+    Raises ValueError if the program does not train by RL: its options mean something else.
+    """
+    modules = [
+        place
+        for place, (flag, module) in enumerate(pairwise(words))
+        if flag == "-m" and module.startswith("verl.")
+    ]
+    if not modules:
+        return words
+    program = words[modules[-1] + 1]
+    for part, instead in OTHER_PROGRAMS.items():
+        if part in program.rsplit(".", 1)[-1]:
+            raise ValueError(f"{program} is not verl's RL training: {instead}")
+    return words[modules[-1] + 2 :]
 
 
 def _read_primary(name: str, folder: str) -> ForeignOptions:
@@ -82,7 +111,6 @@ def _read_primary(name: str, folder: str) -> ForeignOptions:
 
 def _command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("-m", dest="module")
     parser.add_argument("--config-name", "-cn", default="")
     parser.add_argument("--config-path", "-cp")
     parser.add_argument("--config-dir", "-cd")
@@ -120,8 +148,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for text in overrides:
         if text.endswith((".sh", ".bash")) and "=" not in text:
             raise ValueError(
-                f"{text}: a script of verl is not read, but run with python3 replaced by this"
-                ' command: python3() { mcore-rl translate verl -- "$@"; }; export -f python3;'
+                f"{text}: a script of verl is not read, but run with python3 and uv replaced by"
+                ' this command: python3() { mcore-rl translate verl -- "$@"; };'
+                ' uv() { python3 "$@"; }; export -f python3 uv;'
                 f" bash {text} (docs/switching.md#scripts)"
             )
         try:

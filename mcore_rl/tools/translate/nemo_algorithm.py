@@ -54,6 +54,7 @@ UNNEEDED: Mapping[str, str] = {
     "policy.offload_optimizer_for_logprob": "cluster.offload",
     "policy.activation_checkpointing_enabled": "train.recompute",
     "policy.refit_buffer_size_gb": SLICES,
+    "policy.generation.refit_cfg": SLICES,
     "policy.dynamic_batching": "micro-batches are those of training, in tokens",
     "policy.sequence_packing": "sequences are always packed",
     "policy.make_sequence_length_divisible_by": "sequences are padded as the layout needs it",

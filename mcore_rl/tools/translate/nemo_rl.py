@@ -44,6 +44,7 @@ from mcore_rl.tools.translate.translation import (
 )
 
 ARITHMETIC = {
+    "add": lambda a, b: a + b,
     "mul": lambda a, b: a * b,
     "div": lambda a, b: a / b,
     "max": lambda a, b: max(a, b),
@@ -118,7 +119,10 @@ def _resolve(tree: DictConfig, file: str) -> dict[str, Any]:
     try:
         content = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
-        raise ValueError(f"{file}: no configuration in YAML: {error}") from None
+        raise ValueError(
+            f"{file}: a value cannot be computed: {error}; set what it names, or give the option"
+            " that has it"
+        ) from None
     finally:
         for name in ARITHMETIC:
             OmegaConf.clear_resolver(name)
@@ -210,10 +214,36 @@ def translate_run(options: ForeignOptions) -> Found:
         f"{loop}.max_val_samples": ("eval.max_prompts", None),
         f"{loop}.seed": ("run.seed", 42),
     }
+    yield from _translate_validation(options, loop)
     yield from translate_renamed(options, table)
     every = options.take(f"{loop}.val_period", 10)
     yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
     yield from _trackers(options)
+
+
+def _translate_validation(options: ForeignOptions, loop: str) -> Found:
+    """Yield how held-out answers are drawn, which versions after 0.7.0 name."""
+    number_name = f"{loop}.val_num_generations_per_prompt"
+    number = options.take(number_name, 1)
+    generation = "policy.generation"
+    names = {ours: f"{generation}.val_{ours}" for ours in ("temperature", "top_p")}
+    values = {ours: options.take(theirs, None) for ours, theirs in names.items()}
+    if values["temperature"]:
+        yield RecipeLine("eval.samples", number, (number_name,))
+        for ours, theirs in names.items():
+            if values[ours]:
+                yield RecipeLine(f"eval.{ours}", values[ours], (theirs,))
+    if number > 1:
+        yield RecipeLine("eval.pass_k", number, (number_name,))
+    of_training = options.take(f"{generation}.top_k", None)
+    top_k = options.take(f"{generation}.val_top_k", of_training)
+    if top_k != of_training:
+        advice = "held-out samples are drawn with rollout.top_k"
+        yield Decision(f"{generation}.val_top_k", top_k, advice)
+    first = options.take(f"{loop}.val_start_at", -1)
+    if first > 0:
+        advice = "held-out prompts are evaluated from the start, every eval.every_steps steps"
+        yield Decision(f"{loop}.val_start_at", first, advice)
 
 
 def _trackers(options: ForeignOptions) -> Found:

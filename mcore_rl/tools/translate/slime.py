@@ -227,19 +227,13 @@ ROLLOUTS = {
 }
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_ENVIRONMENT = "write it as an environment or a program of its own (docs/agents.md)"
+OWN_TOOLS = "tools come from agents.environment, for all prompts alike (docs/agents.md)"
 OWN_REWARD = "write it as a reward, reward.path, or for whole batches (docs/rewards.md)"
-COLUMNS = "set data.columns.preset=slime, or single names of data.columns (docs/recipes.md)"
 GREEDY = "held-out answers are greedy; those of eval.samples are drawn with rollout.top_k"
 ENGINES_RUN = "a recipe starts its own engines"
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    "--input-key": ("prompt", COLUMNS),
-    "--label-key": (None, COLUMNS),
-    "--metadata-key": ("metadata", COLUMNS),
-    "--tool-key": ("tools", COLUMNS),
-    "--multimodal-keys": (None, "the columns are images and videos (docs/vision.md)"),
-    "--eval-input-key": (None, COLUMNS),
-    "--eval-label-key": (None, COLUMNS),
-    "--eval-tool-key": (None, COLUMNS),
+    "--tool-key": ("tools", OWN_TOOLS),
+    "--eval-tool-key": (None, OWN_TOOLS),
     "--apply-chat-template-kwargs": ({}, "change the template in model.path, or agents.template"),
     "--disable-rollout-global-dataset": (False, "set data.train: prompts come from files"),
     "--data-source-path": (
@@ -297,6 +291,7 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
 def translate_data(options: ForeignOptions) -> Found:
     train = options.take_list("--prompt-data")
     yield RecipeLine("data.train", train, ("--prompt-data",))
+    yield from _translate_columns(options)
     yield from translate_renamed(options, {"--rollout-shuffle": ("data.shuffle", False)})
     longest = options.take("--rollout-max-prompt-len", None)
     context = options.take("--rollout-max-context-len", None)
@@ -315,6 +310,39 @@ def translate_data(options: ForeignOptions) -> Found:
     else:
         yield Decision("--rollout-max-response-len", None, "set rollout.max_response_len")
     yield from _translate_held_out(options)
+
+
+KEYS = {
+    "--input-key": ("prompt", "input", "prompt"),
+    "--label-key": ("answer", "label", "label"),
+    "--metadata-key": ("extra_info", "metadata", "metadata"),
+}
+"""Options that name a column -> (name in data.columns, slime's default, that of the preset)."""
+
+
+def _translate_columns(options: ForeignOptions) -> Found:
+    """Yield the names of columns; training and held-out files have the same ones here."""
+    yield RecipeLine("data.columns.preset", "slime")
+    for theirs, (ours, default, of_preset) in KEYS.items():
+        name = options.take(theirs, default)
+        if name != of_preset:
+            yield RecipeLine(f"data.columns.{ours}", name, (theirs,))
+        of_eval = theirs.replace("--", "--eval-")
+        held_out = options.take(of_eval, None)
+        if held_out not in (None, name):
+            advice = f"held-out files have the columns of training: name theirs {name}, too"
+            yield Decision(of_eval, held_out, advice)
+    if not options.take("--label-key", ""):
+        yield Decision("--label-key", None, "each row needs an answer: set data.columns.answer")
+    kinds: Any = options.take("--multimodal-keys", {})
+    for kind, name in kinds.items() if isinstance(kinds, dict) else ():
+        if kind in ("image", "video"):
+            yield RecipeLine(f"data.columns.{kind}s", name, ("--multimodal-keys",))
+        else:
+            advice = "prompts have images and videos (docs/vision.md)"
+            yield Decision("--multimodal-keys", {kind: name}, advice)
+    if not isinstance(kinds, dict):
+        yield Decision("--multimodal-keys", kinds, "set data.columns.images and videos")
 
 
 def _translate_held_out(options: ForeignOptions) -> Found:

@@ -5,7 +5,7 @@ What is left to the user stands at the top of the recipe.
 
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -14,14 +14,58 @@ from mcore_rl.tools.translate.hydra import read_options
 from mcore_rl.tools.translate.nemo_rl import read_nemo_rl, translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
-from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine, Translation
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    RecipeLine,
+    Translation,
+)
 from mcore_rl.tools.translate.verl import translate_verl
 
 WIDTH = 120
 
 
+PLAIN_ADAM = {
+    "use_precision_aware_optimizer": False,
+    "exp_avg_dtype": "float32",
+    "exp_avg_sq_dtype": "float32",
+}
+"""Options of Megatron's optimizer that the files of recipes/cluster/ set, and their defaults."""
+
+
+def complete(translation: Translation) -> Translation:
+    """Return a translation that also says for which GPUs it is, and why a recipe refuses it.
+
+    A file of recipes/cluster/ must not change how the other system trains, so what it would change
+    is written out.
+    """
+    group = "train.optimizer.megatron"
+    keys = {line.key for line in translation.lines}
+    kept = [
+        RecipeLine(f"{group}.{name}", value)
+        for name, value in PLAIN_ADAM.items()
+        if f"{group}.{name}" not in keys
+    ]
+    advice = "hosts of eight H100 with 80 GiB each are assumed; `mcore-rl plan cluster=h200` plans"
+    further = [Decision("kind of GPU", None, f"{advice} for others, which recipes/cluster/ has")]
+    if (refusal := translation.explain_refusal()) is not None:
+        further.insert(0, refusal)
+    return replace(
+        translation,
+        lines=(*translation.lines, *kept),
+        decisions=(*further, *translation.decisions),
+    )
+
+
+def _choose_cluster(lines: Sequence[RecipeLine]) -> str:
+    """Return the file of recipes/cluster/ that a recipe begins with."""
+    is_colocated = any(line.key == "cluster.colocated" and line.value for line in lines)
+    return "h100_colocated" if is_colocated else "h100"
+
+
 def write_recipe(translation: Translation, title: str) -> str:
     """Return the recipe's text; `title` is its first line, as `mcore-rl --help` lists it."""
+    cluster = _choose_cluster(translation.lines)
     head = [f"# {title}", "#"]
     for decision in translation.decisions:
         value = "not given" if decision.value is None else _flow(decision.value)
@@ -30,7 +74,7 @@ def write_recipe(translation: Translation, title: str) -> str:
         "Every option that was given is in this file, under `To decide`, or among those that the"
         " command has listed as unneeded."
     )
-    head += ["defaults:", "  - schema", "  - _self_"]
+    head += ["defaults:", "  - schema", f"  - cluster: {cluster}", "  - _self_"]
     return "\n".join([*head, *_body(_tree(translation.lines), 0)]) + "\n"
 
 

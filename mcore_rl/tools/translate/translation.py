@@ -5,11 +5,12 @@ Megatron's and SGLang's command lines are handed on by their own names, as train
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import make_config
@@ -202,6 +203,21 @@ class Translation:
     decisions: tuple[Decision, ...]
     unneeded: tuple[Unneeded, ...]
 
+    def explain_refusal(self) -> Decision | None:
+        """Return why a recipe refuses these options together, with those it names; None: it takes
+        them.
+        """
+        try:
+            make_config(_make_tree(self.lines))
+        except ValueError as error:
+            told = str(error)
+        else:
+            return None
+        named = [line for line in self.lines if line.sources and _is_in(line.key, told)]
+        sources = dict.fromkeys(source for line in named for source in line.sources)
+        value = named[0].value if named else None
+        return Decision(", ".join(sources) or "all", value, f"a recipe refuses it: {told}")
+
 
 def account(
     options: ForeignOptions, found: Found, reason_of: Callable[[str], str | None]
@@ -281,15 +297,23 @@ def _refusal(line: RecipeLine, beside: Sequence[RecipeLine]) -> str | None:
     """Return why an option of Megatron or SGLang is refused, or None."""
     if not PASSED & set(line.key.split(".")[:-1]):
         return None
-    tree = OmegaConf.structured(Config)
-    OmegaConf.set_struct(tree, False)
-    for other in [*beside, line]:
-        OmegaConf.update(tree, other.key, other.value, force_add=True)
     try:
-        make_config(tree)
+        make_config(_make_tree([*beside, line]))
     except ValueError as error:
         return str(error)
     return None
+
+
+def _make_tree(lines: Sequence[RecipeLine]) -> DictConfig:
+    tree = OmegaConf.structured(Config)
+    OmegaConf.set_struct(tree, False)
+    for line in lines:
+        OmegaConf.update(tree, line.key, line.value, force_add=True)
+    return tree
+
+
+def _is_in(key: str, text: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.]*\w)", text) is not None
 
 
 GROUPS = (

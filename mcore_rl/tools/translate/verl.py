@@ -131,7 +131,11 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.model.fused_kernel_options": "packing and fused kernels are not chosen",
     "actor_rollout_ref.model.enable_": "train.recompute and cluster.offload",
     "actor_rollout_ref.model.tiled_mlp": "train.recompute=mlp",
+    "actor_rollout_ref.actor.optim.min_lr": "read with a schedule that falls only",
+    "critic.optim.min_lr": "read with a schedule that falls only",
     "actor_rollout_ref.nccl_timeout": "run.call_timeout_s",
+    "actor_rollout_ref.actor.veomni": "Megatron trains: parallel.* has the layout",
+    "actor_rollout_ref.ref.veomni": "the reference is computed as the policy is",
     "critic": "without adv_estimator=gae there is none; else it is as the policy's",
     "data.tool_config_path": "read with multi_turn.enable only",
     "data.function_tool_path": "read with multi_turn.enable only",
@@ -151,7 +155,6 @@ UNNEEDED: Mapping[str, str] = {
     "data.filter_overlong_prompts_workers": "rows are read in batches",
     "data.image_patch_size": "the processor in model.path knows",
     "data.return_": "prompts keep their messages and ids",
-    "data.reward_fn_key": "the column is data_source",
     "data.val_batch_size": "held-out prompts are sampled at once",
     "data.trust_remote_code": "model.trust_remote_code",
     "data.use_shm": "files are mapped",
@@ -224,9 +227,6 @@ SANDBOXES = (
 REWARD_MODELS = ("reward_model.enable", "reward.reward_model.enable")
 FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
-    "data.prompt_key": ("prompt", "the column is named prompt"),
-    "data.image_key": ("images", "the column is named images"),
-    "data.video_key": ("videos", "the column is named videos, and holds frames"),
     "trainer.val_before_train": (True, "with eval.data the policy is evaluated before step 1"),
     "data.train_max_samples": (-1, "cut the file: all of its prompts are used"),
     "data.apply_chat_template_kwargs": ({}, "change the template in model.path"),
@@ -259,7 +259,20 @@ WITHOUT_COUNTERPART: Mapping[str, tuple[Any, str]] = {
 }
 
 
+COLUMNS = {
+    "data.prompt_key": ("prompt", "prompt"),
+    "data.image_key": ("images", "images"),
+    "data.video_key": ("videos", "videos"),
+    "data.reward_fn_key": ("data_source", "data_source"),
+}
+"""Options that name a column -> (name in data.columns, verl's default, which holds here, too)."""
+
+
 def translate_data(options: ForeignOptions) -> Found:
+    for theirs, (ours, default) in COLUMNS.items():
+        name = options.take(theirs, default)
+        if name != default:
+            yield RecipeLine(f"data.columns.{ours}", name, (theirs,))
     for theirs, ours in (("data.train_files", "data.train"), ("data.val_files", "eval.data")):
         files = [home_of(file) for file in options.take_list(theirs)]
         yield RecipeLine(ours, files, (theirs,))

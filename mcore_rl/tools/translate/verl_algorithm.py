@@ -181,7 +181,10 @@ def translate_distillation(options: ForeignOptions) -> Found:
 
 def translate_kl(options: ForeignOptions) -> Found:
     in_loss = options.take(f"{ACTOR}.use_kl_loss", False)
-    in_reward = options.take("algorithm.use_kl_in_reward", False)
+    # With a coefficient of 0 it changes no reward.
+    in_reward = options.take("algorithm.use_kl_in_reward", False) and bool(
+        options.take("algorithm.kl_ctrl.kl_coef", 0.001)
+    )
     where = ACTOR if in_loss else "algorithm"
     kind = {True: f"{ACTOR}.kl_loss_type", False: "algorithm.kl_penalty"}[in_loss]
     coef = {True: f"{ACTOR}.kl_loss_coef", False: "algorithm.kl_ctrl.kl_coef"}[in_loss]

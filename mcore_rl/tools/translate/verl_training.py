@@ -236,8 +236,10 @@ def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
         advice = f"{ours}.schedule is one of {', '.join(SCHEDULES)}"
         yield Decision(given[0], schedule, advice)
     lr = options.take(f"{theirs}.lr", 1e-6)
-    least = options.take(f"{theirs}.min_lr", 0.0)
-    ratio = options.take(f"{theirs}.min_lr_ratio", 0.0)
+    # A constant schedule never falls to it.
+    falls = schedule != "constant"
+    least = options.take(f"{theirs}.min_lr", 0.0) if falls else 0.0
+    ratio = options.take(f"{theirs}.min_lr_ratio", 0.0) if falls else 0.0
     if least or ratio:
         sources = (f"{theirs}.min_lr",) if least else (f"{theirs}.min_lr_ratio",)
         yield RecipeLine(f"{ours}.min_lr", least or ratio * lr, sources)
@@ -318,6 +320,8 @@ TURNS = f"{ROLLOUT}.multi_turn"
 
 def translate_engines(options: ForeignOptions) -> Found:
     """Yield how many engines there are, where, and what each is made of."""
+    replicas = f"{ROLLOUT}.data_parallel_size"
+    dp = options.take(replicas, 1)
     sizes = {}
     for ours, (theirs, default) in {
         "tp": ("tensor_model_parallel_size", 2),
@@ -325,15 +329,14 @@ def translate_engines(options: ForeignOptions) -> Found:
         "ep": ("expert_parallel_size", 1),
     }.items():
         sizes[ours] = options.take(f"{ROLLOUT}.{theirs}", default)
+        sources = (f"{ROLLOUT}.{theirs}",)
+        if ours == "tp" and dp > 1:  # replicas of attention share the experts of one engine
+            sizes[ours] *= dp
+            sources = (*sources, replicas)
+            yield RecipeLine("rollout.attention_dp", dp, (replicas,))
         if sizes[ours] > 1:
-            yield RecipeLine(f"rollout.{ours}", sizes[ours], (f"{ROLLOUT}.{theirs}",))
+            yield RecipeLine(f"rollout.{ours}", sizes[ours], sources)
     yield from _placement(options, sizes["tp"] * sizes["pp"])
-    dp = options.take(f"{ROLLOUT}.data_parallel_size", 1)
-    if dp > 1:
-        advice = "for DP attention set rollout.attention_dp, and rollout.tp to all ranks of an"
-        yield Decision(
-            f"{ROLLOUT}.data_parallel_size", dp, f"{advice} engine; else rollout.engines"
-        )
     share = options.take(f"{ROLLOUT}.gpu_memory_utilization", 0.5)
     yield Decision(
         f"{ROLLOUT}.gpu_memory_utilization",

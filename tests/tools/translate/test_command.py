@@ -15,7 +15,8 @@ from tests.support.policy import ROOT
 
 SCRIPT = """
 prompts=64
-python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megatron_trainer' \\
+LAUNCH=(uv run --frozen --extra sglang python3)
+"${LAUNCH[@]}" -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' \\
     data.train_batch_size=${prompts} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
     trainer.logger=['console','wandb'] actor_rollout_ref.actor.strategy=megatron \\
     +actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=True "$@"
@@ -27,7 +28,8 @@ def test_a_script_is_translated_by_running_it(tmp_path: Path) -> None:
     out = tmp_path / "made.yaml"
     command = f'{sys.executable} -m mcore_rl.cli translate verl --out {out} -- "$@"'
     shell = (
-        f"python3() {{ {command}; }}; export -f python3; bash {tmp_path}/run.sh trainer.nnodes=2"
+        f'python3() {{ {command}; }}; uv() {{ python3 "$@"; }}; export -f python3 uv;'
+        f" bash {tmp_path}/run.sh trainer.nnodes=2"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -38,6 +40,8 @@ def test_a_script_is_translated_by_running_it(tmp_path: Path) -> None:
     assert config.rollout.prompts_per_step == 64 and config.rollout.samples_per_prompt == 8
     assert config.rollout.engines == 8 and config.parallel.world_size == 16
     assert config.train.megatron == {"apply_rope_fusion": True}
+    assert config.cluster.cpus_per_rank == 8 and config.plan.gpu_memory_gib == 80
+    assert config.train.optimizer.megatron["exp_avg_dtype"] == "float32"
     assert "to decide on" in done.stderr
 
 
@@ -72,7 +76,7 @@ def test_a_script_of_slime_is_translated_with_its_commands_replaced(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     config = load_recipe(str(out), [])
     assert config.rollout.prompts_per_step == 48 and config.parallel.world_size == 16
-    assert config.rollout.sglang == {"cuda_graph_bs_decode": [1, 2, 3]}
+    assert config.rollout.sglang["cuda_graph_bs_decode"] == [1, 2, 3]
 
 
 def test_a_script_of_slime_is_read_without_being_run(
@@ -101,6 +105,16 @@ def test_wrong_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     for system, word in (("slime", "words"), ("nemo-rl", "words"), ("nemo-rl", "sft.max_steps=3")):
         assert main(["translate", system, word]) == 2
         assert word.split(".")[0] in capsys.readouterr().err
+
+
+def test_sizes_that_do_not_fit_together_are_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = "actor_rollout_ref.rollout"
+    given = [f"{engine}.tensor_model_parallel_size=4", f"{engine}.expert_parallel_size=3"]
+    assert main(["translate", "verl", *given]) == 0
+    first = capsys.readouterr().out.splitlines()[2]
+    assert first.startswith("# To decide: ") and f"{engine}.expert_parallel_size" in first
+    assert main(["translate", "verl", f"{engine}.tensor_model_parallel_size=4"]) == 0
+    assert "refuses" not in capsys.readouterr().out
 
 
 def test_the_recipe_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,15 @@ def test_the_rest_of_a_command_line_is_passed_over() -> None:
     assert read_options(line).given == {"a": "b"}
     assert read_options(line).config_name == "ppo_megatron_trainer"
     assert read_options(["--config-name", "ppo_trainer", "a=b"]).config_name == "ppo_trainer"
+    launched = ["run", "--frozen", "--extra", "sglang", "python3", "-m", "verl.trainer.main_ppo"]
+    assert read_options([*launched, "a=b"]).given == {"a": "b"}
+
+
+def test_programs_that_do_not_train_by_rl_are_refused() -> None:
+    for program, instead in (("sft_trainer", "mcore-rl sft"), ("main_generation", "mcore-rl eval")):
+        line = ["--nnodes=1", "-m", f"verl.trainer.{program}", "data.train_files=a"]
+        with pytest.raises(ValueError, match=f"verl.trainer.{program} is not .*{instead}"):
+            read_options(line)
 
 
 def test_the_configuration_that_a_command_line_names_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from mcore_rl.tools.translate.nemo_rl import read_nemo_rl
 
 BASE = """
-policy: {tokens: 8, number: 3, product: '${mul:${policy.tokens}, ${policy.number}}'}
+policy: {tokens: 8, number: 3, product: '${mul:${policy.tokens}, ${add:${policy.number}, 0}}'}
 optimizer: {name: adamw, lr: 1e-6}
 data: {train: {name: a}}
 """
@@ -67,7 +67,8 @@ def test_overrides_alone_are_no_whole_configuration() -> None:
             r"missing.yaml: there is no such file, which .*run.yaml names",
         ),
         ("defaults: run.yaml\n", r"run.yaml: its `defaults` lead back to itself"),
-        ("a: ${nothing}\n", r"run.yaml: no configuration in YAML"),
+        ("a: ${nothing}\n", r"run.yaml: a value cannot be computed: .*nothing"),
+        ("a: ${oc.env:NO_SUCH_NAME}\n", r"run.yaml: a value cannot be .*'NO_SUCH_NAME' not found"),
         ("defaults: base.yaml\ndata: {train: [1]}\n", r"run.yaml: it cannot be merged with its"),
         ("- a=1\n", r"run.yaml: no configuration in YAML: it is a list"),
         ("a: [\n", r"run.yaml: no configuration in YAML"),

@@ -21,6 +21,16 @@ def test_files_are_taken_and_named_sets_are_left_to_the_user(name: str) -> None:
     assert f"data.{name}" in decided(nemo(**{f"data__{name}": [{"data_path": "/a"}]}))
 
 
+def test_held_out_answers_are_drawn_as_there() -> None:
+    sampled = {"policy__generation__val_temperature": 0.6, "policy__generation__val_top_p": 0.9}
+    found = of(**sampled, grpo__val_num_generations_per_prompt=4)
+    assert (found["eval.samples"], found["eval.pass_k"]) == (4, 4)
+    assert (found["eval.temperature"], found["eval.top_p"]) == (0.6, 0.9)
+    assert "eval.samples" not in of(policy__generation__val_temperature=0.0)
+    assert "grpo.val_start_at" in decided(nemo(grpo__val_start_at=20))
+    assert "policy.generation.val_top_k" in decided(nemo(policy__generation__val_top_k=5))
+
+
 @pytest.mark.parametrize("name", REWARDS)
 def test_rewards_are_files_that_are_shipped(name: str) -> None:
     path = of(data__default__env_name=name)["reward.path"]

@@ -29,6 +29,18 @@ def test_held_out_files_are_pairs_and_may_be_cut() -> None:
     assert own["eval.max_response_len"] == 256 and "eval.top_p" not in own
 
 
+def test_columns_keep_their_names() -> None:
+    found = of(input_key="problem", label_key="label", multimodal_keys={"image": "pictures"})
+    assert found["data.columns.preset"] == "slime" and found["data.columns.prompt"] == "problem"
+    assert found["data.columns.images"] == "pictures" and "data.columns.answer" not in found
+    assert of()["data.columns.prompt"] == "input", "slime's default is not the preset's"
+    assert of(label_key="answer", metadata_key="m")["data.columns.answer"] == "answer"
+    assert "--label-key" in decided(slime())
+    given = slime(input_key="a", label_key="b", eval_input_key="a", eval_label_key="c")
+    assert "--eval-label-key" in decided(given) and "--eval-input-key" not in decided(given)
+    assert "--multimodal-keys" in decided(slime(multimodal_keys={"audio": "sounds"}))
+
+
 def test_prompts_have_what_the_context_leaves() -> None:
     assert of(rollout_max_prompt_len=100)["data.max_prompt_len"] == 100
     found = of(rollout_max_context_len=1000, rollout_max_response_len=800)

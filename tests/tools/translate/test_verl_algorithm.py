@@ -76,6 +76,8 @@ def test_a_kl_is_in_the_loss_or_in_the_reward() -> None:
     assert in_loss["algorithm.kl.coef"] == 0.001
     assert in_loss["algorithm.kl.estimator"] == "k3+"
     assert "algorithm.kl.in_reward" not in in_loss
+    no_reward = of(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0)
+    assert "algorithm.kl.in_reward" not in no_reward
     in_reward = of(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
     wanted = {"coef": 0.001, "estimator": "k1", "in_reward": True, "target": 0.1, "horizon": 10000}
     assert {name: in_reward[f"algorithm.kl.{name}"] for name in wanted} == wanted

@@ -20,6 +20,16 @@ def test_engines_fill_the_trainers_gpus() -> None:
     assert found["rollout.stage_weights"] is False and found["rollout.restarts"] == 0
 
 
+def test_replicas_of_attention_share_the_experts_of_an_engine() -> None:
+    given: dict[str, Any] = {
+        f"{R}__tensor_model_parallel_size": 4,
+        f"{R}__expert_parallel_size": 32,
+    }
+    found = of(**given, **{f"{R}__data_parallel_size": 8}, trainer__nnodes=8)
+    assert found["rollout.tp"] == 32 == found["rollout.ep"]
+    assert found["rollout.attention_dp"] == 8 and found["rollout.engines"] == 2
+
+
 def test_engines_on_nodes_of_their_own() -> None:
     given: dict[str, Any] = {f"{R}__nnodes": 3, f"{R}__tensor_model_parallel_size": 8}
     found = of(**given, trainer__nnodes=2)

@@ -18,6 +18,12 @@ def of(**given: Any) -> dict[str, Any]:
     return values(translate(**given))
 
 
+def test_columns_keep_their_names() -> None:
+    found = of(data__prompt_key="question", data__image_key="images", data__reward_fn_key="task")
+    columns = {name: value for name, value in found.items() if name.startswith("data.columns.")}
+    assert columns == {"data.columns.prompt": "question", "data.columns.data_source": "task"}
+
+
 def test_epochs_are_steps_where_the_files_are(tmp_path: Path) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.table({"prompt": list(range(250))}), file)

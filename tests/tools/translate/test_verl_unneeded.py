@@ -9,13 +9,15 @@ OF_OTHER_VERSIONS = {
     "reward.reward_kwargs",
     "actor_rollout_ref.actor.load_weight",
     "actor_rollout_ref.actor.router_replay",
+    "actor_rollout_ref.actor.veomni",
+    "actor_rollout_ref.ref.veomni",
     "actor_rollout_ref.actor.sum_pi_squared_checkpointing",
     "actor_rollout_ref.rollout.layer_name_map",
     "data.datagen.name",
     "data.sampler.class_name",
     "trainer.use_legacy_worker_impl",
 }
-"""They belong to verl before 0.9, or to its recipes."""
+"""They belong to verl before or after 0.9, or to its recipes."""
 
 
 def test_the_longest_name_decides() -> None:
