@@ -10,12 +10,14 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mcore_rl.batches.kept_rows import KeptRow
 from mcore_rl.batches.sample_store import KeptGroup
 from mcore_rl.process.disk import report_full_disk
+from mcore_rl.process.plain_pickle import load_plain
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,17 @@ def write_groups(path: Path, groups: Mapping[int, KeptGroup]) -> GroupFile:
 
     Raises DiskFullError if there is no room for them.
     """
-    data = pickle.dumps({number: _take_out(group) for number, group in groups.items()})
+    return write_plain(path, {number: _take_out(group) for number, group in groups.items()})
+
+
+def read_groups(folder: Path, file: GroupFile) -> dict[int, KeptGroup]:
+    """Return the groups of a file by number. Raises as `read_plain` does."""
+    return read_plain(folder, file)
+
+
+def write_plain(path: Path, value: object) -> GroupFile:
+    """Write a value of dataclasses and arrays. Raises DiskFullError if there is no room for it."""
+    data = pickle.dumps(value)
     with report_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
@@ -45,10 +57,11 @@ def write_groups(path: Path, groups: Mapping[int, KeptGroup]) -> GroupFile:
     return GroupFile(path.name, len(data), zlib.crc32(data))
 
 
-def read_groups(folder: Path, file: GroupFile) -> dict[int, KeptGroup]:
-    """Return the groups of a file by number.
+def read_plain(folder: Path, file: GroupFile) -> Any:
+    """Return the value of a file.
 
-    Raises ValueError if they are not the bytes that were written, and OSError if it is not there.
+    Raises ValueError if it does not have the bytes that were written, or names what is no plain
+    value, and OSError if it is not there.
     """
     path = folder / file.name
     data = path.read_bytes()
@@ -56,7 +69,7 @@ def read_groups(folder: Path, file: GroupFile) -> dict[int, KeptGroup]:
         raise ValueError(
             f"{path} is damaged: its {len(data)} bytes are not those that were written"
         )
-    return pickle.loads(data)
+    return load_plain(data, path)
 
 
 def _take_out(group: KeptGroup) -> KeptGroup:

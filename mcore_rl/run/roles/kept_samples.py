@@ -11,7 +11,6 @@ which are then drawn again, and never the run.
 import hashlib
 import json
 import logging
-import pickle
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_rl import __version__
-from mcore_rl.batches.group_files import GroupFile
+from mcore_rl.batches.group_files import GroupFile, read_plain, write_plain
 from mcore_rl.cluster.answers import RankError
 from mcore_rl.process.disk import UnwritableError, report_unwritable, write_whole
 from mcore_rl.process.lost_samples import SamplesLostError
@@ -101,9 +100,9 @@ class KeptSamples:
             for group in groups
             if all(sample.lease.store in here for sample in group.samples)
         }
-        (folder / _GROUPS).write_bytes(pickle.dumps(entries))
+        written = write_plain(folder / _GROUPS, entries)
         listed = {store: asdict(file) for store, file in here.items()}
-        text = json.dumps({"recipe": self._recipe, "files": listed})
+        text = json.dumps({"recipe": self._recipe, "groups": asdict(written), "files": listed})
         write_whole(folder / _LIST, text, lasting=True)
 
     def _forget_others(self, step: int) -> None:
@@ -123,7 +122,12 @@ class KeptSamples:
         if listed["recipe"] != self._recipe:
             _log.warning("%s: samples are drawn again, as the recipe is another one", folder)
             return {}
-        entries: dict[int, FinishedGroup] = pickle.loads((folder / _GROUPS).read_bytes())
+        try:
+            groups = GroupFile(**listed["groups"])
+            entries: dict[int, FinishedGroup] = read_plain(folder, groups)
+        except (OSError, ValueError) as error:
+            _log.warning("finished samples are drawn again: %s", error)
+            return {}
         places: dict[tuple[int, int], GroupLease] = {}
         numbers = defaultdict(set)
         for sample in (sample for entry in entries.values() for sample in entry.samples):

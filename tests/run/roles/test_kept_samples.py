@@ -163,11 +163,12 @@ def test_samples_of_another_recipe_are_drawn_again(loop: EventLoop, tmp_path: Pa
     assert read_balance(tmp_path).holds
 
 
+@pytest.mark.parametrize("name", ["store_0.pickle", "groups.pickle"])
 def test_a_damaged_file_costs_its_samples_only(
-    loop: EventLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, loop: EventLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = Kept(tmp_path, loop, ASYNC)
-    path = tmp_path / "kept" / "step_000002" / "store_0.pickle"
+    path = tmp_path / "kept" / "step_000002" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
