@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class Failure(Enum):
-    """What kept a rank from its work, if not its program.
+    """The part that kept a rank from its work, if not its program.
 
     LOST_PEER   another rank is gone, or did not come to a collective in time
     HARDWARE    a GPU, its links or the network failed: other processes may do the same work

@@ -66,20 +66,21 @@ def test_responses_go_on_with_new_weights_within_the_bound_of_staleness(start: S
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_step_off_trains_on_every_prompt_in_order_also_across_a_resume(
     start: Start, tmp_path: Path
 ) -> None:
     """The samples that were finished and not trained on are kept: the run is that of one launch."""
     one_step_off = ("rollout.mode=one_step_off", "rollout.deterministic=true", "run.steps=5")
     whole = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "whole")
-    assert whole.finish() == 0, whole.tail()
+    assert whole.finish(300) == 0, whole.tail()
     first = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "run")
     first.wait_for("step 2: train", poll_s=0.002)
     first.process.send_signal(signal.SIGUSR1)
-    assert first.finish() == 75, first.tail()
+    assert first.finish(300) == 75, first.tail()
     first.assert_nothing_left()
     run = start("train", *COMMON, *one_step_off, run_dir=tmp_path / "run")
-    assert run.finish() == 0, run.tail()
+    assert run.finish(300) == 0, run.tail()
     run.assert_nothing_left()
     assert "4 finished groups of the launch before are kept" in run.log()
     assert_books_balance(run.run_dir, 5)

@@ -73,12 +73,14 @@ def test_starting_over_moves_old_checkpoints_aside(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     write_checkpoint(folder.checkpoint(5))
     folder.parity_check.write_text("{}")
+    folder.kept_samples.mkdir()
     assert folder.prepare({}, resume=True) == folder.checkpoint(5)
-    assert folder.parity_check.exists()
+    assert folder.parity_check.exists() and folder.kept_samples.exists()
     assert folder.prepare({}, resume=False) is None
     assert folder.newest_checkpoint() is None
     assert len(list(tmp_path.glob("checkpoints.before_*/step_000005"))) == 1
     assert not folder.parity_check.exists(), "what the parity check of an earlier run has learned"
+    assert not folder.kept_samples.exists(), "samples of the earlier run"
 
 
 def test_a_run_that_continues_takes_over_what_an_older_version_learned(tmp_path: Path) -> None:

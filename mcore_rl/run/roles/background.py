@@ -47,6 +47,10 @@ class BackgroundSampler:
     """Draws samples while its `with` block runs; implements roles.Background."""
 
     _session: SamplingSession
+    _num_sampling = 0
+    """Groups that wait for samples, not for scores."""
+    _num_losses = 0
+    """Losses of collectors whose groups have begun again."""
 
     def __init__(
         self,
@@ -92,11 +96,7 @@ class BackgroundSampler:
         """Groups that have begun, to keep the order beside kept ones, and are not sampled yet."""
         self._failures = SamplingFailures()
         """No group begins from a failure to the next recovery."""
-        self._num_sampling = 0
-        """Groups that wait for samples, not for scores."""
         self._stats = SamplingStats()
-        self._num_losses = 0
-        """Losses of collectors whose groups have begun again."""
         # Any change sets both events. Each event has one waiter, which clears it.
         self._may_begin = asyncio.Event()
         self._may_take = asyncio.Event()

@@ -29,7 +29,7 @@ from mcore_rl.types.scores import Scores
 
 _log = logging.getLogger(__name__)
 NUM_KEPT = 2
-"""Of the newest checkpoint, and of the one before, to which a damaged one leads back."""
+"""Samples of the newest checkpoint, and of the one before, to which a damaged one leads back."""
 OF_SAMPLES = ("model", "rollout", "reward", "algorithm", "agents", "data", "drift")
 """Sections of a recipe on which samples and their scores depend."""
 _LIST, _GROUPS = "list.json", "groups.pickle"
