@@ -1,4 +1,7 @@
-"""Every family computes transformers' log-probs in every layout and exports its weights."""
+"""Every family computes transformers' log-probs in every layout and exports its weights.
+
+Gradients in every layout are those of one process, element by element.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -20,6 +23,7 @@ from mcore_rl.weights.models.table import Rule
 from tests.support import models_table
 from tests.support.ahead import chosen_cases
 from tests.support.distributed import run_each
+from tests.support.gradients import Boxed, boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_models import MODELS, write_model
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -70,6 +74,8 @@ LAYOUTS: Mapping[str, list[Layout]] = {
 BESIDE = ("model.layers.4.eh_proj.weight", "model.layers.4.shared_head.norm.weight")
 """A multi-token-prediction layer, which checkpoints may hold but Megatron's model leaves out."""
 WITH_MTP = ("deepseek_v3", "glm4_moe")
+TOLERANCE = 2e-6
+"""Share of the largest gradient. Rounding to float32 alone is 1.1e-6 of it."""
 QUICK = ("qwen3_moe", "deepseek_v3", "qwen3")
 CHOSEN = pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k not in QUICK)) for k in MODELS]
@@ -78,11 +84,12 @@ CHOSEN = pytest.mark.parametrize(
 
 def run_case(
     rank: int, world_size: int, port: int, folder: Path, case: Case
-) -> tuple[Any, int, StepStats | None, list[LocalPart]]:
+) -> tuple[Any, int, StepStats | None, Boxed, list[LocalPart]]:
     """Export the weights and take a step.
 
-    Returns the log-probs of this rank's batches, its data-parallel coordinate, the step's stats
-    and, if it is the only rank, the parts of Megatron's tensors that its parameters hold.
+    Returns the log-probs of this rank's batches, its data-parallel coordinate, the step's stats,
+    its gradients and, if it is the only rank, the parts of Megatron's tensors that its parameters
+    hold.
     """
     from megatron.core import parallel_state as ps
 
@@ -97,6 +104,7 @@ def run_case(
         scores and [score.logprobs_T for score in scores],
         ps.get_data_parallel_rank(),
         stats,
+        boxed_gradients(actor),
         parts,
     )
 
@@ -146,13 +154,13 @@ def test_layouts_compute_what_transformers_does(
     folder: Path, whole: Any, cut: Any, kind: str
 ) -> None:
     wanted = transformers_logprobs(folder / kind)
-    stats = whole[kind][2]
+    stats, gradients = whole[kind][2], whole_gradients(whole[kind][3])
     cases = [
         ({}, [whole[kind]]),
         *((layout, cut[kind, i]) for i, layout in enumerate(LAYOUTS[kind])),
     ]
     for layout, ranks in cases:
-        owners = {dp: (found, step) for found, dp, step, _ in ranks if found is not None}
+        owners = {dp: (found, step) for found, dp, step, *_ in ranks if found is not None}
         assert len(owners) == ParallelConfig(**layout).dp_size, layout
         error = max(
             float((got - want).abs().max())
@@ -163,6 +171,7 @@ def test_layouts_compute_what_transformers_does(
         for _, step in owners.values():
             assert step.loss == pytest.approx(stats.loss, abs=1e-6), layout
             assert step.grad_norm == pytest.approx(stats.grad_norm, rel=1e-5), layout
+        check_gradients([rank[3] for rank in ranks], gradients, (kind, layout), TOLERANCE)
         models_table.record(kind, models_table.MEGATRON, layout, error)
 
 
