@@ -85,7 +85,8 @@ class Activations:
             again -= self.count_kept(layer)
         if "linear" in kinds:
             again += self._count_states()
-        again += self._count_index_scores() + self._count_indexer_loss()[1]
+        if "indexed" in kinds:
+            again += self._count_index_scores() + self._count_indexer_loss()[1]
         return buffers * self._step.itemsize + again
 
     def count_logits(self, padded_vocab: int) -> float:
@@ -105,6 +106,7 @@ class Activations:
             "dense": self._count_dense,
             "linear": count_linear,
             "softmax": self._count_attention,
+            "indexed": self._count_indexer,
         }
         return sum(
             counts[kind](recomputed)
@@ -162,10 +164,14 @@ class Activations:
 
         Tensor-parallel ranks compute the same.
         """
-        if "index_topk" not in self._sizes or self._step.sparse_kernel:
+        if self._step.sparse_kernel:
             return 0.0
         pairs = self._tokens * self._step.tokens
         return 2 * FLOAT32 * self._sizes["index_heads"] * pairs
+
+    def _count_indexer(self, recomputed: Collection[str]) -> float:
+        """Bytes that an indexer keeps for the backward pass."""
+        return 0.0 if "core_attn" in recomputed else self._count_indexer_loss()[0]
 
     def _count_indexer_loss(self) -> tuple[float, float]:
         """Bytes that the indexer's own loss keeps for the backward pass, and those it works with.
@@ -173,7 +179,7 @@ class Activations:
         It keeps its parts with their gradients, and works with attention to the chosen keys and
         with a few tokens at once. Tensor-parallel ranks compute the same.
         """
-        if not self._step.trains_indexers or "index_topk" not in self._sizes:
+        if not self._step.trains_indexers:
             return 0.0, 0.0
         numbers = self._sizes["index_q"] + self._sizes["index_head"] + self._sizes["index_heads"]
         kept = self._tokens * numbers * (FLOAT32 + self._step.itemsize)
@@ -194,8 +200,6 @@ class Activations:
         scores = 0.0
         if not self._step.sparse_kernel and "core_attn" not in recomputed:
             scores = heads * self._tokens * self._step.tokens * (FLOAT32 + self._step.itemsize)
-        if "core_attn" not in recomputed:
-            scores += self._count_indexer_loss()[0]
         return numbers * self._step.itemsize + scores
 
     def _count_delta_net(self, recomputed: Collection[str]) -> float:

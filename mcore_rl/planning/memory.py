@@ -88,7 +88,7 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
             "CUDA graphs": count_graph_bytes(rollout),
         }
         if "index_topk" in policy.sizes:
-            keys = rollout.kv_cache_len * num_layers
+            keys = rollout.kv_cache_len * kinds["indexed"]
             uses["index keys"] = keys * _count_index_bytes(policy.sizes)
         if pairs:
             uses["sync communicators"] = pairs

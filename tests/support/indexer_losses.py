@@ -55,13 +55,13 @@ def _add_up(attention_HTS: Tensor, scores_TS: Tensor) -> Tensor:
 def compute_losses(
     model: Any, batches: Sequence[TrainBatch], *, replay: bool
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the mean over tokens of each layer's loss, [L], and HF name -> gradient of their sum.
+    """Return the mean over tokens of each indexer's loss, and HF name -> gradient of their sum.
 
     replay   attention reads the keys that batches name; the model is in float64 after it
     """
     use_double(model)
     model.set_attn_implementation("eager")
-    layers = [layer.self_attn for layer in model.model.layers]
+    layers = [layer.self_attn for layer in model.model.layers if layer.self_attn.indexer]
     for layer in layers:
         layer.indexer.requires_grad_(True)
     sums, num_tokens = [torch.zeros((), dtype=torch.float64) for _ in layers], 0

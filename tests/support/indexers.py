@@ -71,6 +71,7 @@ def use_given_keys(model: Any, keys_TLK: Tensor) -> Iterator[None]:
             lambda _, __, out, number=number: choose(number, out)
         )
         for number, layer in enumerate(model.model.layers)
+        if layer.self_attn.indexer is not None
     ]
     yield
     for hook in hooks:

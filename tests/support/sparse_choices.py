@@ -12,15 +12,18 @@ Array = np.ndarray[Any, Any]
 
 
 class Chooser:
-    """The log-probs of a model, and the keys that its indexers choose, by transformers."""
+    """The log-probs of a model, and the keys that its layers read, by transformers."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         self._chosen: list[torch.Tensor] = []
-        for layer in self._model.model.layers:
-            layer.self_attn.indexer.register_forward_hook(
+        indexers = [layer.self_attn.indexer for layer in self._model.model.layers]
+        for indexer in filter(None, indexers):
+            indexer.register_forward_hook(
                 lambda module, inputs, chosen: self._chosen.append(chosen[0])
             )
+        self._places = [sum(map(bool, indexers[: i + 1])) - 1 for i in range(len(indexers))]
+        """By layer, the number of the indexer that chose what it reads."""
 
     @torch.no_grad()
     def __call__(self, token_ids: Sequence[int]) -> tuple[torch.Tensor, Array]:
@@ -28,8 +31,9 @@ class Chooser:
         self._chosen.clear()
         logprobs_TV = self._model(torch.tensor([list(token_ids)])).logits[0].log_softmax(-1)
         num_tokens = len(token_ids)
-        chosen = np.zeros((num_tokens, len(self._chosen), num_tokens), bool)
-        for layer, positions_TK in enumerate(self._chosen):
+        chosen = np.zeros((num_tokens, len(self._places), num_tokens), bool)
+        for layer, place in enumerate(self._places):
+            positions_TK = self._chosen[place]
             np.put_along_axis(chosen[:, layer], positions_TK.numpy().astype(np.int64), True, -1)
         return logprobs_TV, chosen & np.tri(num_tokens, dtype=bool)[:, None]
 

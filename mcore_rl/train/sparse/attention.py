@@ -10,6 +10,7 @@
 
 megatron-core lets a layer take over the choice of an earlier one, through a dictionary that travels
 with the lengths of the sequences. Given keys come the same way, and choices are read from there.
+Where layers share an indexer, its choice waits for them in `packed_seq_params.taken`.
 """
 
 from dataclasses import replace
@@ -40,25 +41,46 @@ class SparseAttention(DSAttention):
         keys = params.keys if isinstance(params, IndexedSeqParams) else None
         if keys is None:
             return super().forward(query, key, value, **given)
-        holder: dict[int, Tensor] = {}
-        if keys.replays:
-            given_TK = self._take_given(keys, given["x"], given["qr"], params)
-            holder[self.layer_number] = given_TK[None]
-        self.index_share = True
-        self.skip_topk = keys.replays
-        given["packed_seq_params"] = replace(params, _dsa_index_share_topk_holder=holder)
-        out = super().forward(query, key, value, **given)
-        self.index_share = self.skip_topk = False
+        chosen_TK = self._find_chosen(keys, given["x"], given["qr"], params)
+        out, chosen_TK = self._attend_to(chosen_TK, query, key, value, given)
+        if self.index_share and self.indexer is not None:
+            params.taken[self.layer_number] = chosen_TK
         if not torch.is_grad_enabled():  # layers are recomputed with gradients
             return out
-        chosen_TK = holder[self.layer_number][0]
         if keys.counts is not None and not keys.replays:
             keys.count(self.layer_number, keys.counts, chosen_TK)
-        if keys.loss is None:
+        if keys.loss is None or self.indexer is None:
             return out
         index = self.indexer.forward_before_topk(given["x"].detach(), given["qr"].detach(), params)
         loss = self._compute_loss(keys.loss, query.detach(), key.detach(), index, chosen_TK, params)
         return DSAIndexerLossAutoScaler.apply(out, keys.loss.coef * loss)  # type: ignore[return-value]
+
+    def _find_chosen(
+        self, keys: ChunkKeys, x: Tensor, qr: Tensor, params: IndexedSeqParams
+    ) -> Tensor | None:
+        """Return the keys that are chosen before attention runs; None: its own indexer chooses."""
+        if keys.replays:
+            return self._take_given(keys, x, qr, params)
+        return None if self.indexer is not None else params.taken[self.source_layer]
+
+    def _attend_to(
+        self,
+        chosen_TK: Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor | None,
+        given: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Return (what DSAttention.forward does, the keys that were read); None: as it chooses."""
+        params = given["packed_seq_params"]
+        native = self.index_share, self.skip_topk, self.source_layer
+        holder = {} if chosen_TK is None else {self.layer_number: chosen_TK[None]}
+        self.index_share, self.skip_topk = True, chosen_TK is not None
+        self.source_layer = self.layer_number
+        given = {**given, "packed_seq_params": replace(params, _dsa_index_share_topk_holder=holder)}
+        out = super().forward(query, key, value, **given)
+        self.index_share, self.skip_topk, self.source_layer = native
+        return out, holder[self.layer_number][0]
 
     def _compute_loss(
         self,
@@ -112,6 +134,9 @@ class SparseAttention(DSAttention):
     ) -> Tensor:
         """Return the keys that each token reads, int64 [T, K]."""
         given_TK, without_U = keys.get_given(self.layer_number)
+        if self.indexer is None:
+            given_TK[without_U] = params.taken[self.source_layer][without_U]
+            return given_TK
         query, key, weights = self.indexer.forward_before_topk(x, qr, params)
         position_T = torch.arange(len(given_TK), device=x.device)
         if self.pg_collection.cp.size() > 1:

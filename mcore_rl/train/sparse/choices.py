@@ -15,13 +15,14 @@ device while the layer runs. Axes: T local tokens of the micro-batch, K keys of 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.experimental_attention_variant.dsa import is_dsa_skip_topk_layer
 from torch import Tensor
 
 from mcore_rl.device import device, on_device
@@ -78,19 +79,25 @@ class ChunkKeys:
 class IndexedSeqParams(PackedSeqParams):
     """Packed sequences whose tokens may have been given keys; see ChunkKeys.
 
-    The second field is megatron-core's: number of a layer, from 1 -> packed keys, [1, T, K].
+    The second field is megatron-core's: number of a layer, from 1 -> packed keys, [1, T, K]. The
+    third has those of layers whose choice others take, for a recomputation of these as well.
     """
 
     keys: ChunkKeys | None = None
     _dsa_index_share_topk_holder: dict[int, Tensor] | None = None
+    taken: dict[int, Tensor] = field(default_factory=dict)
 
 
 class KeyChoices:
     """Tells layers with sparse attention which keys a micro-batch names, and how indexers learn."""
 
-    def __init__(self, num_layers: int, topk: int, coef: float) -> None:
-        """`coef`: weight of the indexers' own loss; 0: they are not trained."""
+    def __init__(self, indexers: Sequence[bool], topk: int, coef: float) -> None:
+        """indexers   for each layer of the model, whether it has an indexer
+        coef       weight of the indexers' own loss; 0: they are not trained
+        """
+        num_layers = len(indexers)
         self._shape = (num_layers, topk)
+        self._indexers = indexers
         self._coef = coef
         self._replays: bool | None = None
         self._counts_L2 = torch.zeros(num_layers, 2, dtype=torch.int64, device=device())
@@ -100,7 +107,11 @@ class KeyChoices:
     def from_config(cls, config: TransformerConfig, coef: float) -> "KeyChoices | None":
         """Return the choices of a model; None if it has no indexers."""
         topk = config.dsa_indexer_topk
-        return cls(config.num_layers, topk, coef) if topk else None
+        if not topk:
+            return None
+        sharing = (config.dsa_indexer_skip_topk_offset, config.dsa_indexer_topk_freq)
+        numbers = range(1, config.num_layers + 1)
+        return cls([not is_dsa_skip_topk_layer(k, *sharing) for k in numbers], topk, coef)
 
     def begin(self, batches: Sequence[RankBatch], *, replay: bool | None) -> None:
         """Open a pass.
@@ -150,18 +161,21 @@ class KeyChoices:
         metrics: dict[str, float] = {}
         if given_L.sum():
             metrics["indexer/differing_share"] = (left_out_L.sum() / given_L.sum()).item()
-            metrics |= _name_layers("differing_share", left_out_L / given_L.clamp(min=1))
+            shares_L = left_out_L / given_L.clamp(min=1)
+            metrics |= _name_layers("differing_share", dict(enumerate(shares_L.tolist())))
         if self._coef:
             losses_L = self._losses_L.clone()
             dist.all_reduce(losses_L)
             # Tensor-parallel ranks compute the same.
             losses_L /= num_tokens * ps.get_tensor_model_parallel_world_size()
-            metrics["indexer/loss"] = losses_L.mean().item()
-            metrics |= _name_layers("loss", losses_L)
+            losses = {
+                layer: loss for layer, loss in enumerate(losses_L.tolist()) if self._indexers[layer]
+            }
+            metrics["indexer/loss"] = sum(losses.values()) / len(losses)
+            metrics |= _name_layers("loss", losses)
         return metrics
 
 
-def _name_layers(name: str, values_L: Tensor) -> dict[str, float]:
+def _name_layers(name: str, values: Mapping[int, float]) -> dict[str, float]:
     """Return the metrics of single layers."""
-    values = enumerate(values_L.tolist())
-    return {f"indexer/layer_{layer:02d}/{name}": value for layer, value in values}
+    return {f"indexer/layer_{layer:02d}/{name}": value for layer, value in values.items()}

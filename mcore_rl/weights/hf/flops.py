@@ -71,7 +71,7 @@ class ModelFlops:
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
         num_full = nums["softmax"] - num_windowed
         pairs = (num_full * per_layer, num_windowed * per_layer)
-        return ModelFlops(2.0 * products, *pairs, window, _count_indexers(facts))
+        return ModelFlops(2.0 * products, *pairs, window, _count_indexers(facts, nums["indexed"]))
 
     def count_forward(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward pass over sequences of these lengths."""
@@ -97,7 +97,7 @@ class ModelFlops:
         return (1 + BACKWARD) * self._count_trained(lens_N) + self._count_indexers(lens_N)
 
 
-def _count_indexers(facts: ModelFacts) -> tuple[float, float]:
+def _count_indexers(facts: ModelFacts, num_indexers: int) -> tuple[float, float]:
     """Return the operations of all indexers, by token and by pair of a query and a key."""
     sizes = facts.sizes
     if "index_topk" not in sizes:
@@ -105,7 +105,7 @@ def _count_indexers(facts: ModelFacts) -> tuple[float, float]:
     products = sizes["q_rank"] * sizes["index_q"]
     products += sizes["hidden"] * (sizes["index_head"] + sizes["index_heads"])
     per_pair = sizes["index_q"] + sizes["index_heads"]
-    return 2.0 * sizes["layers"] * products, 2.0 * sizes["layers"] * per_pair
+    return 2.0 * num_indexers * products, 2.0 * num_indexers * per_pair
 
 
 def _count_attention(facts: ModelFacts) -> int:

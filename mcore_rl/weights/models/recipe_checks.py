@@ -7,6 +7,8 @@ Pipeline stages that are given one by one must have all of the model's layers. O
 need a model with experts.
 """
 
+from itertools import accumulate
+
 from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.weights.hf.config import moe_layers
 from mcore_rl.weights.models import family_of
@@ -65,6 +67,7 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
+    _check_shared_indexers(config, parallel, name)
     if "mamba_heads" in sizes:
         option = f"{name}.tp * {name}.cp"
         heads, groups = sizes["mamba_heads"], sizes["mamba_groups"]
@@ -93,6 +96,24 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
             f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
             " nor is a multiple of it"
         )
+
+
+def _check_shared_indexers(config: HfConfig, parallel: ParallelConfig, name: str) -> None:
+    """Raise ValueError if a stage begins with a layer that takes the choice of one before it."""
+    family = family_of(config)
+    num_layers = family.sizes(config)["layers"]
+    stages = parallel.pp * (parallel.vpp or 1)
+    lens = parallel.stage_layers or [num_layers // stages] * stages
+    if "index_topk" not in family.sizes(config):
+        return
+    for first in accumulate(lens[:-1]):
+        if "indexed" not in family.list_kinds(config, first):
+            option = f"{name}.stage_layers={lens}"
+            raise ValueError(
+                f"{option}: a pipeline stage, or a chunk of one, would begin with layer {first},"
+                " which reads the keys that a layer before it chose; set"
+                f" {name}.stage_layers so that each begins with a layer that has an indexer"
+            )
 
 
 def check_sharing(config: HfConfig, parallel: ParallelConfig, name: str = "parallel") -> None:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 (also 5.1): latent attention to the keys that an indexer chooses.
+"""DeepSeek-V3.2 and GLM-5 (also 5.1, 5.2): latent attention to the keys that an indexer chooses.
 
 The rest of both models is a DeepSeek-V3. In every layer an indexer scores all keys of a query with
 small heads of its own, and attention reads the best `index_topk` of them (DeepSeek-V3.2, DeepSeek
@@ -10,6 +10,8 @@ queries between the two:
     core_attention.indexer.linear_wq_b           <-  indexer.wq_b             queries, from q_a
     core_attention.indexer.linear_wk, k_norm     <-  indexer.wk, k_norm       one key for all heads
     core_attention.indexer.linear_weights_proj   <-  indexer.weights_proj     weight of each head
+
+In GLM-5.2 some layers have no indexer and read the keys that the last one before them chose.
 
 The rotary embedding of the indexer turns halves of a head in DeepSeek-V3.2 and neighbors in GLM-5,
 that of attention neighbors in both. The Hadamard transform of DeepSeek's own code serves FP8 alone:
@@ -36,8 +38,64 @@ INDEXER = "core_attention.indexer."
 """The beginning of an indexer's Megatron keys, within self_attention."""
 INDEXER_NORM_EPSILON = 1e-6
 """Epsilon of the norm of an indexer's keys, built into both models."""
+SHARING = "index_topk_freq"
 UNSHARED = (1, None)
 """Values of settings by which no layer takes the choice of another one."""
+FULL, SHARED = "full", "shared"
+"""Kinds of layers in `indexer_types`: with an indexer, and without one."""
+LETTERS = {"F": FULL, "S": SHARED}
+"""Letters of `index_topk_pattern`."""
+FIRST_SHARED_BY_DEFAULT = 2
+"""The layer from which on `index_topk_freq` counts, from 1; as in transformers and SGLang."""
+
+
+def list_indexers(config: HfConfig) -> list[bool]:
+    """Return for each layer whether it has an indexer; others take the last choice before them.
+
+    Raises ValueError if the settings name other kinds of layers, or another number of them.
+    """
+    num_layers = need(config, "num_hidden_layers")
+    kinds = config.get("indexer_types")
+    if kinds is None and config.get("index_topk_pattern"):
+        kinds = [LETTERS.get(letter, letter) for letter in config["index_topk_pattern"]]
+    if kinds is None:
+        every = config.get(SHARING) or 1
+        offset = config.get("index_skip_topk_offset")
+        offset = FIRST_SHARED_BY_DEFAULT if offset is None else offset
+        return [_has_indexer(layer, every, offset) for layer in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {FULL, SHARED}:
+        found = ", ".join(sorted(map(str, set(kinds))))
+        raise ValueError(
+            f"indexer_types or index_topk_pattern with {len(kinds)} layers of kinds {found}:"
+            f" expected {num_layers} of {FULL} and {SHARED}"
+        )
+    return [kind == FULL for kind in kinds]
+
+
+def _has_indexer(layer: int, every: int, offset: int) -> bool:
+    """Return whether a layer, from 0, has an indexer if every so many have, from `offset` on."""
+    return max(layer + 1 - offset, 0) % every == 0
+
+
+def find_sharing(config: HfConfig) -> tuple[int, int] | None:
+    """Return (every, offset) that say which layers have indexers; None if none do.
+
+    megatron-core knows patterns of this form alone.
+    """
+    indexers = list_indexers(config)
+    numbers = range(1, len(indexers) + 1)
+    for every in numbers:
+        for offset in numbers if every > 1 else (1,):
+            if indexers == [_has_indexer(i, every, offset) for i in range(len(indexers))]:
+                return every, offset
+    return None
+
+
+def list_kinds(config: HfConfig, layer: int) -> frozenset[str]:
+    """Return the values of Rule.where of a layer's tensors, besides "layer"."""
+    mlp = "moe" if is_after_dense_layers(config, layer) else "dense"
+    indexed = ("indexed",) if list_indexers(config)[layer] else ()
+    return frozenset((mlp, "softmax", *indexed))
 
 
 def read_sparse_sizes(config: HfConfig) -> Mapping[str, int]:
@@ -60,8 +118,12 @@ def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any
     interleaved   whether the indexer's rotary embedding turns neighbors, not halves
     """
     sizes = read_sparse_sizes(config)
+    sharing = find_sharing(config)
+    assert sharing is not None, "find_sparse_refusal knows no such pattern"
     return {
         **DEEPSEEK_V3.options(config),
+        "dsa_indexer_topk_freq": sharing[0],
+        "dsa_indexer_skip_topk_offset": sharing[1],
         "experimental_attention_variant": SPARSE,
         "dsa_indexer_n_heads": sizes["index_heads"],
         "dsa_indexer_head_dim": sizes["index_head"],
@@ -74,28 +136,26 @@ def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any
     }
 
 
-def find_sparse_refusal(config: HfConfig) -> str:
-    """Return why a model cannot be carried whose settings are supported one by one, or ""."""
+def find_sparse_refusal(config: HfConfig, *, shares: bool) -> str:
+    """Return why a model cannot be carried whose settings are supported one by one, or "".
+
+    shares   whether the family has layers that share an indexer
+    """
     num_layers = need(config, "num_hidden_layers")
     dense = min(need(config, "first_k_dense_replace"), num_layers)
     lists = {
         "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
         "layer_types": ["indexed_attention"] * num_layers,
-        "indexer_types": ["full"] * num_layers,
     }
     reasons = {
         "mlp_layer_types": f"first_k_dense_replace={config.get('first_k_dense_replace')} says",
         "layer_types": "sparse attention in every layer is",
-        "indexer_types": "an indexer in every layer is; layers that share one are not supported",
     }
     for key, wanted in lists.items():
         if config.get(key) is not None and list(config[key]) != wanted:
             return f"{key}={config[key]!r:.80} is not what {reasons[key]}"
-    if "S" in (config.get("index_topk_pattern") or ""):
-        return (
-            f"index_topk_pattern={config['index_topk_pattern']!r:.80} has layers that share an"
-            " indexer, which are not supported"
-        )
+    if reason := _find_sharing_refusal(config, shares=shares):
+        return reason
     sizes = read_sparse_sizes(config)
     if sizes["index_topk"] < 1 or sizes["index_head"] < need(config, "qk_rope_head_dim"):
         return (
@@ -106,8 +166,28 @@ def find_sparse_refusal(config: HfConfig) -> str:
     return find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
 
 
+def _find_sharing_refusal(config: HfConfig, *, shares: bool) -> str:
+    indexers = list_indexers(config)
+    shown = "".join("F" if has_indexer else "S" for has_indexer in indexers)
+    if not shares and not all(indexers):
+        return f"layers {shown:.80} share indexers (S), which this family does not"
+    if not indexers[0]:
+        return f"layers {shown:.80} begin with one that shares an indexer (S), and there is none"
+    if find_sharing(config) is None:
+        return (
+            f"layers {shown:.80}: megatron-core has layers with an indexer (F) at equal distances"
+            " alone, after any number of them at the beginning"
+        )
+    return ""
+
+
 def _make_attention_rule(key: str, name: str, *axes: str) -> Any:
     return rules.make_layer_rule(rules.ATTENTION + key, "self_attn." + name, *axes)
+
+
+def _make_indexer_rule(key: str, name: str, *axes: str) -> Any:
+    rule = _make_attention_rule(INDEXER + key, "indexer." + name, *axes)
+    return replace(rule, where="indexed")
 
 
 RULES = (
@@ -122,16 +202,12 @@ RULES = (
     _make_attention_rule("kv_layernorm.weight", "kv_a_layernorm.weight", "kv_rank"),
     _make_attention_rule("linear_kv_up_proj.weight", "kv_b_proj.weight", "kv_up", "kv_rank"),
     _make_attention_rule("linear_proj.weight", "o_proj.weight", "hidden", "v"),
-    _make_attention_rule(
-        INDEXER + "linear_wq_b.weight", "indexer.wq_b.weight", "index_q", "q_rank"
-    ),
-    _make_attention_rule(INDEXER + "linear_wk.weight", "indexer.wk.weight", "index_head", "hidden"),
-    _make_attention_rule(INDEXER + "k_norm.weight", "indexer.k_norm.weight", "index_head"),
-    _make_attention_rule(INDEXER + "k_norm.bias", "indexer.k_norm.bias", "index_head"),
-    _make_attention_rule(
-        INDEXER + "linear_weights_proj.weight",
-        "indexer.weights_proj.weight",
-        *("index_heads", "hidden"),
+    _make_indexer_rule("linear_wq_b.weight", "wq_b.weight", "index_q", "q_rank"),
+    _make_indexer_rule("linear_wk.weight", "wk.weight", "index_head", "hidden"),
+    _make_indexer_rule("k_norm.weight", "k_norm.weight", "index_head"),
+    _make_indexer_rule("k_norm.bias", "k_norm.bias", "index_head"),
+    _make_indexer_rule(
+        "linear_weights_proj.weight", "weights_proj.weight", "index_heads", "hidden"
     ),
     *rules.DENSE_MLP,
     *rules.EXPERTS,
@@ -148,7 +224,7 @@ DEEPSEEK_V32 = Family(
     {
         **DEEPSEEK_V3.supported,
         "indexer_rope_interleave": (False,),
-        "index_topk_freq": UNSHARED,
+        SHARING: UNSHARED,
         "cli_factor": UNSHARED,
         "index_kpool": UNSHARED,
         "index_k_norm_type": ("layer",),
@@ -156,16 +232,21 @@ DEEPSEEK_V32 = Family(
         "index_local_tokens": (0,),
     },
     rope_types=DEEPSEEK_V3.rope_types,
-    refusal=find_sparse_refusal,
+    refusal=lambda config: find_sparse_refusal(config, shares=False),
     explicit=DEEPSEEK_V3.explicit,
     carried=match_mtp_names,
+    kinds=list_kinds,
 )
 
 GLM5 = replace(
     DEEPSEEK_V32,
     architecture="GlmMoeDsaForCausalLM",
     options=lambda config: make_sparse_options(config, interleaved=True),
-    supported={**DEEPSEEK_V32.supported, "indexer_rope_interleave": (True,)},
+    supported={
+        **{key: values for key, values in DEEPSEEK_V32.supported.items() if key != SHARING},
+        "indexer_rope_interleave": (True,),
+    },
+    refusal=lambda config: find_sparse_refusal(config, shares=True),
     # SGLang takes False for the first key, transformers True.
     explicit=("indexer_rope_interleave", *DEEPSEEK_V3.explicit),
 )

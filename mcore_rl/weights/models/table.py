@@ -84,7 +84,9 @@ class Block:
     hf_start: int
 
 
-Where = Literal["model", "layer", "dense", "moe", "linear", "softmax", "tower", "deepstack"]
+Where = Literal[
+    "model", "layer", "dense", "moe", "linear", "softmax", "indexed", "tower", "deepstack"
+]
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ class Rule:
     key       Megatron's global key, without the layer or block number
     tensors   the HF tensors, in the order of their blocks
     where     the layers that have the tensor: all, by kind of MLP (dense, moe) or of attention
-              (linear, softmax); "model": it belongs to no layer; a key of NUMBERED_BY: it belongs
-              to each of these modules of the vision tower
+              (linear, softmax, and indexed if an indexer chooses the keys of softmax attention);
+              "model": it belongs to no layer; a key of NUMBERED_BY: it belongs to each of these
+              modules of the vision tower
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one

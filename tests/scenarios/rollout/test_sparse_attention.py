@@ -35,12 +35,13 @@ RESPONSE_LEN = 12
 @dataclass(frozen=True)
 class Case:
     """A family, the sizes of its engine, and whether SGLang reports chosen keys: not if attention
-    is cut by ranks.
+    is cut by ranks; settings of the model.
     """
 
     kind: str
     sizes: dict[str, Any] = field(default_factory=dict)
     reports: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -48,6 +49,7 @@ CASES = {
     "glm5": Case("glm5"),
     "deepseek_v32-cut": Case("deepseek_v32", {"tp": 2, "ep": 2}, reports=False),
     "glm5-groups": Case("glm5", {"tp": 2, "ep": 2, "attention_dp": 2}),
+    "glm5-shared": Case("glm5", settings={"index_topk_freq": 2, "index_skip_topk_offset": 1}),
     "deepseek_v32-stages": Case("deepseek_v32", {"pp": 2}, reports=False),
 }
 SLOW = list(CASES)[1:]
@@ -58,7 +60,7 @@ SLOW = list(CASES)[1:]
 )
 def test_engines_attend_as_transformers_does(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    model = write_model(case.kind, tmp_path / "model")
+    model = write_model(case.kind, tmp_path / "model", **case.settings)
     top_k = MODELS[case.kind][1]["index_topk"]
     flags = ["--chunked-prefill-size=16"] + ["--enable-return-indexer-topk"] * case.reports
     spec = EngineSpec(

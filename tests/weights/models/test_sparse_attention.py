@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.config import ParallelConfig
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3
-from mcore_rl.weights.models.sparse_attention import DEEPSEEK_V32, GLM5
+from mcore_rl.weights.models.recipe_checks import check_layout
+from mcore_rl.weights.models.sparse_attention import (
+    DEEPSEEK_V32,
+    GLM5,
+    find_sharing,
+    list_indexers,
+)
 
 FOLDERS = {"deepseek_v32": DEEPSEEK_V32, "glm_5": GLM5}
 
@@ -76,9 +83,12 @@ def test_layers_that_predict_further_tokens_lie_beside_the_model() -> None:
         ("deepseek_v32", {"layer_types": ["full_attention"] * 61}, "layer_types=.*every layer"),
         ("deepseek_v32", {"index_kpool": 4}, "index_kpool=4.*only 1"),
         ("glm_5", {"indexer_rope_interleave": False}, "interleave=False.*only True"),
-        ("glm_5", {"index_topk_freq": 4}, "index_topk_freq=4.*only 1"),
-        ("glm_5", {"index_topk_pattern": "FS" * 39}, "index_topk_pattern='FSFS.*not supported"),
-        ("glm_5", {"indexer_types": ["full", "shared"] * 39}, "indexer_types=.*not supported"),
+        ("deepseek_v32", {"index_topk_freq": 4}, "index_topk_freq=4.*only 1"),
+        ("deepseek_v32", {"index_topk_pattern": "F" * 60 + "S"}, "FFFF.* share .*family does not"),
+        ("glm_5", {"index_topk_pattern": "SF" * 39}, "SFSF.* begin with one that shares"),
+        ("glm_5", {"index_topk_pattern": "FFS" * 25 + "FSS"}, "FFSFFS.* at equal distances"),
+        ("glm_5", {"index_topk_pattern": "FX" * 39}, "of kinds X, full: expected 78 of full and"),
+        ("glm_5", {"indexer_types": ["full", "shared"]}, "with 2 layers .*: expected 78 of full"),
         ("glm_5", {"mlp_layer_types": ["sparse"] * 78}, "first_k_dense_replace=3 says"),
         ("glm_5", {"rope_parameters": {"rope_type": "default"}}, "lacks 'rope_theta'"),
     ],
@@ -97,3 +107,40 @@ def test_how_glm_turns_heads_of_its_indexer_must_be_said() -> None:
     with pytest.raises(ValueError, match="lacks 'indexer_rope_interleave'"):
         refuse_unsupported(config)
     refuse_unsupported(config_of("deepseek_v32"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sharing"),
+    [
+        ({}, (1, 1)),
+        ({"index_topk_freq": 4}, (4, 2)),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, (4, 3)),
+        ({"index_topk_pattern": "FFFSSS" * 13, "index_topk_freq": 2}, None),
+        ({"index_topk_pattern": "FS" * 39}, (2, 1)),
+        ({"indexer_types": ["full"] * 6 + ["shared", "shared", "full"] * 24}, (3, 6)),
+    ],
+)
+def test_layers_without_an_indexer_are_told_to_megatron(
+    changes: dict[str, Any], sharing: tuple[int, int] | None
+) -> None:
+    config = config_of("glm_5") | changes
+    indexers = list_indexers(config)
+    assert find_sharing(config) == sharing
+    names = {name for name in GLM5.shapes(config) if name.endswith("indexer.wk.weight")}
+    assert names == {
+        f"model.layers.{layer}.self_attn.indexer.wk.weight"
+        for layer, has_indexer in enumerate(indexers)
+        if has_indexer
+    }
+    if sharing:
+        refuse_unsupported(config)
+        options = GLM5.options(config)
+        found = options["dsa_indexer_topk_freq"], options["dsa_indexer_skip_topk_offset"]
+        assert found == sharing
+
+
+def test_a_pipeline_stage_begins_with_an_indexer() -> None:
+    config = config_of("glm_5") | {"index_topk_freq": 4}  # layers 1, 5, 9 and so on have one
+    check_layout(config, ParallelConfig(pp=2, stage_layers=[37, 41]))
+    with pytest.raises(ValueError, match=r"stage_layers=\[39, 39\].*begin with layer 39"):
+        check_layout(config, ParallelConfig(pp=2))
