@@ -22,7 +22,7 @@ from checkpoint_tools.assembly import (
 from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.hf.config import linear_layers, moe_layers, pad_vocab_size
+from mcore_rl.weights.hf.config import linear_layers, pad_vocab_size
 from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, number_key
@@ -188,8 +188,9 @@ def _matrix_boxes(stacked: Shape, matrix: Shape) -> tuple[tuple[Shape, Shape], .
 
 def layer_keys_are_numbered(hf_config: HfConfig) -> bool:
     """Return True if layers are not all of a kind: megatron-core then writes a key per layer."""
-    moe = moe_layers(hf_config)
-    return (any(moe) and not all(moe)) or any(linear_layers(hf_config))
+    family = family_of(hf_config)
+    kinds = {family.list_kinds(hf_config, k) for k in range(hf_config["num_hidden_layers"])}
+    return len(kinds) > 1 or any(linear_layers(hf_config))
 
 
 def _keys(rule: Rule, hf_config: HfConfig) -> list[tuple[str, int]]:

@@ -124,6 +124,8 @@ def make_sparse_options(config: HfConfig, *, interleaved: bool) -> dict[str, Any
         **DEEPSEEK_V3.options(config),
         "dsa_indexer_topk_freq": sharing[0],
         "dsa_indexer_skip_topk_offset": sharing[1],
+        # Checkpoints have a key per layer where layers differ, which megatron-core does not see.
+        "hetereogenous_dist_checkpoint": sharing[0] > 1,
         "experimental_attention_variant": SPARSE,
         "dsa_indexer_n_heads": sizes["index_heads"],
         "dsa_indexer_head_dim": sizes["index_head"],

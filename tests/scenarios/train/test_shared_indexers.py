@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from checkpoint_tools.to_hf import to_hf
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.types import TrainBatch
-from tests.support.distributed import run_each
+from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.indexer_losses import compute_losses
 from tests.support.indexers import (
@@ -19,6 +20,7 @@ from tests.support.indexers import (
     use_given_keys,
     with_random_keys,
 )
+from tests.support.small_hf import LARGE, ONE_WORKER, assert_equal
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -135,3 +137,29 @@ def test_layouts_compute_what_one_process_does(
             assert step.metrics == pytest.approx(stats.metrics, abs=1e-5), case
         wanted = whole_gradients(boxed)
         check_gradients([gradients for *_, gradients in ranks], wanted, case, TOLERANCE)
+
+
+def save(rank: int, world_size: int, port: int, model: ModelConfig, step: Path) -> None:
+    actor = make_actor(rank, world_size, port, model, ParallelConfig(), indexer_loss=COEF)
+    actor.save(step, {})
+    actor.finish_save()
+
+
+def resume(rank: int, world_size: int, port: int, model: ModelConfig, step: Path) -> None:
+    random = replace(model, init="random")
+    parallel = ParallelConfig(pp=2, ep=1)
+    actor = make_actor(rank, world_size, port, random, parallel, indexer_loss=COEF)
+    actor.load(step)
+    actor.export_hf(step.with_name("resumed"))
+
+
+@pytest.mark.gloo
+def test_a_checkpoint_without_dense_layers_is_resumed_and_merged(tmp_path: Path) -> None:
+    """megatron-core would stack the indexers of all layers, as these differ in nothing else."""
+    source = write_model("glm5", tmp_path / "model", first_k_dense_replace=0, **EVERY_SECOND)
+    model, step = ModelConfig(path=str(source)), tmp_path / "step"
+    run_ranks(save, 1, model, step)
+    to_hf(step, source, tmp_path / "merged", None, None, LARGE, ONE_WORKER)
+    run_ranks(resume, 2, model, step)
+    for made in ("merged", "resumed"):
+        assert_equal(tmp_path / made, source)
