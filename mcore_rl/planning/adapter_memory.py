@@ -2,16 +2,20 @@
 
 GPU    W = W0 + s B A, factors, gradients and optimizer of factors, one layer's gradient of W
 host   W0 of the adapted matrices, pinned
+
+Engines that merge factors themselves have factors on their GPUs, and W0 there or in host memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config import LoraConfig
+from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.lora.targets import is_adapted, list_linears
+from mcore_rl.weights.lora.targets import is_adapted, list_linears, list_matrices
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
@@ -84,6 +88,61 @@ def list_frozen_bytes(run: PlannedRun) -> list[int]:
     stages = range(run.parallel.pp)
     counts = [count_adapter(config, layout, sizes, stage, lora) for stage in stages]
     return [count.frozen * itemsize(run.dtype) for count in counts]
+
+
+@dataclass(frozen=True)
+class MergedSize:
+    """Bytes of an engine rank that merges factors.
+
+    base      W0 of its parts of the adapted matrices
+    factors   their parts of A and B, which each sync after the first brings
+    """
+
+    base: int
+    factors: int
+
+
+def count_merged(
+    run: PlannedRun, target: Layout, rank: int, names: Collection[str] | None = None
+) -> MergedSize:
+    """Return what engine rank `rank` by the layout `target` has; zeros if it gets all weights.
+
+    names   the adapted matrices, if the caller knows them
+    """
+    lora = run.train.lora
+    if not lora.sends_factors(run.rollout.stage_weights):
+        return MergedSize(0, 0)
+    adapted = list_adapted(run) if names is None else names
+    base = factors = 0
+    for box, _ in list_boxes(target, rank):
+        if box.name in adapted:
+            base += box.numel
+            factors += lora.rank * sum(box.shape)
+    return MergedSize(base * itemsize(run.dtype), factors * itemsize(run.dtype))
+
+
+def list_adapted(run: PlannedRun) -> frozenset[str]:
+    """Return the names of the matrices that the recipe adapts."""
+    lora = run.train.lora
+    return frozenset(list_matrices(run.models.policy.config, lora.targets, lora.experts))
+
+
+def explain_engines(run: PlannedRun) -> str:
+    """Return a sentence about what engines keep to merge factors; "" if they get all weights."""
+    lora = run.train.lora
+    if not lora.sends_factors(run.rollout.stage_weights):
+        return ""
+    names = list_adapted(run)
+    deployment = make_deployment(run)
+    ranks = range(deployment.engine_ranks)
+    sizes = [count_merged(run, deployment.target, rank, names) for rank in ranks]
+    where = "host memory" if lora.engine_base == "host" else "GPU memory"
+    moved = sum(size.factors for size in sizes) / 2**20
+    return (
+        f"Engines merge factors (train.lora.sync) into weights that they keep in {where}: at most"
+        f" {max(size.base for size in sizes) / GIB:.1f} GiB for each engine rank. Each sync after"
+        f" the first one brings {moved:.0f} MiB to an engine."
+    )
 
 
 def explain_frozen(run: PlannedRun) -> str:

@@ -54,8 +54,8 @@ def _find_largest(
     """Return the bytes of a copy of the stage that has most.
 
     Main weights and moments are kept, and the weights that these do not give: frozen ones, and all
-    of a model in float32, which are the main weights. Matrices with low-rank factors are not: they
-    are merged again.
+    of a model in float32, which are the main weights. With low-rank factors these are the factors:
+    all weights below them come from model.path again.
     """
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
@@ -65,9 +65,9 @@ def _find_largest(
         frozen = count.frozen * itemsize(dtype)
         if train.lora.rank:
             adapter = count_adapter(hf_config, layout, sizes, stage, train.lora)
-            adapted = adapter.frozen * itemsize(dtype)
-            frozen = count.total * itemsize(dtype) - adapted
-            uses = {**uses, "weights": uses["weights"] - adapted}
+            frozen = 0
+            factors = (adapter.dense + adapter.expert) * itemsize(dtype)
+            uses = {**uses, "weights": factors}
         weights = uses["weights"] if dtype == "float32" else frozen
         most = max(most, uses["optimizer"] + weights)
     return most

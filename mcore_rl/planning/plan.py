@@ -20,7 +20,7 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.planning.adapter_memory import explain_frozen, list_frozen_bytes
+from mcore_rl.planning.adapter_memory import explain_engines, explain_frozen, list_frozen_bytes
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
@@ -170,8 +170,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
         return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
     states = explain_kept_states(kept, config.plan.ranks_per_host)
-    frozen = explain_frozen(run)
-    host = [stores.explain(), states, frozen]
+    host = [stores.explain(), states, explain_frozen(run), explain_engines(run)]
     lines = [verdict.sentence, gpus.explain(), *explained, *host, servers]
     for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -55,6 +55,30 @@ def test_factors_train_resume_and_merge(
         torch.testing.assert_close(made[name], value, rtol=0, atol=1e-6)
 
 
+STAGED = (
+    "train.lora.rank=4",
+    "train.router_aux_loss_coef=0",
+    "train.optimizer.lr=3e-3",
+    "train.optimizer.warmup_steps=0",
+    "sync.verify_every=1",
+    "run.steps=3",
+)
+
+
+@pytest.mark.slow
+def test_engines_merge_factors_themselves(start: Callable[..., Run]) -> None:
+    run = start("train", *STAGED)
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    lines = run.metrics()
+    sizes = [line["sync/mib"] for line in lines if "sync/mib" in line]
+    assert len(sizes) >= 3 and len(set(sizes[1:])) == 1, sizes
+    assert 3 * sizes[-1] < sizes[0], sizes
+    assert all(line["sync/engines_verified"] == 1 for line in lines if "sync/mib" in line)
+    steps = [line for line in lines if "loss/total" in line]
+    assert all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+
+
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}

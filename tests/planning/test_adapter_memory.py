@@ -6,7 +6,14 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.adapter_memory import explain_frozen, list_frozen_bytes
+from mcore_rl.planning.adapter_memory import (
+    MergedSize,
+    count_merged,
+    explain_engines,
+    explain_frozen,
+    list_frozen_bytes,
+)
+from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.recipe_models import PlannedRun
 
@@ -52,6 +59,31 @@ def test_the_host_holds_what_lies_below_the_factors() -> None:
     assert "at most 8.4 GiB for each trainer rank, 67.5 GiB for the 8" in explain_frozen(run)
     without = PlannedRun.make(load_recipe(QWEN, LAYOUT))
     assert (list_frozen_bytes(without), explain_frozen(without)) == ([], "")
+
+
+def engine_uses(run: PlannedRun) -> dict[str, float]:
+    return dict(next(rank.uses for rank in predict_memory(run) if rank.side == "engine"))
+
+
+def test_engines_keep_what_they_merge_factors_into() -> None:
+    """Each of an engine's two ranks holds half of attention and half of the experts."""
+    run = plan("rollout.tp=2", "rollout.ep=2")
+    dense = ATTENTION // 2
+    halves = 48 * (2 * (2048 + 2048) + 2 * (2048 + 256))
+    experts = 48 * 64 * 3 * (2048 + 768)
+    factors = 2 * 32 * (halves + experts)
+    assert count_merged(run, make_deployment(run).target, 0) == MergedSize(
+        2 * (dense + EXPERTS // 2), factors
+    )
+    said = explain_engines(run)
+    assert "keep in host memory: at most 27.8 GiB for each engine rank" in said
+    assert f"brings {2 * factors / 2**20:.0f} MiB to an engine" in said
+    assert engine_uses(run)["factors"] == factors
+    on_gpu = plan("rollout.tp=2", "rollout.ep=2", "train.lora.engine_base=gpu")
+    assert engine_uses(on_gpu)["factors"] == factors + 2 * (dense + EXPERTS // 2)
+    assert "in GPU memory" in explain_engines(on_gpu)
+    merged = plan("train.lora.sync=merged")
+    assert explain_engines(merged) == "" and "factors" not in engine_uses(merged)
 
 
 def test_the_plan_prints_it(capsys: pytest.CaptureFixture[str]) -> None:

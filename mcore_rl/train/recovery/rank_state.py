@@ -3,6 +3,7 @@
 kept                                              made again
 main weights, moments, frozen weights, buffers    gradients, weights in bfloat16
 optimizer steps, learning rates, generators       the reference (from model.path)
+                                                  all weights below low-rank factors (likewise)
 
 Two generations alternate, so that a rank that dies within a copy has the one before:
 
@@ -175,8 +176,12 @@ class RankState:
         chunks: Sequence[DistributedDataParallel],
         optimizer: MegatronOptimizer,
         memory: DeviceMemory,
+        *,
+        has_factors: bool = False,
     ) -> None:
+        """`has_factors`: the optimizer has low-rank factors, and weights come from model.path."""
         self._chunks = chunks
+        self._has_factors = has_factors
         self._optimizer = optimizer
         self._memory = memory
         self._generations: list[Generation] = []
@@ -246,7 +251,7 @@ class RankState:
         for chunk in self._chunks:
             yield from unwrap_model(chunk).buffers()
             for parameter in chunk.parameters():
-                if not parameter.requires_grad:
+                if not parameter.requires_grad and not self._has_factors:
                     yield parameter.detach()
 
     def _read_small(self, optimizer_steps: int) -> bytes:

@@ -25,6 +25,7 @@ from mcore_rl.train.actor import Actor
 from mcore_rl.train.recovery.rank_state import SMALL_BYTES
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_targets
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import gather_gradients
@@ -232,8 +233,13 @@ def test_exported_weights_are_merged(model: ModelConfig, one_process: tuple[Path
     root, (gradients, *_) = one_process
     base = read(Path(model.path))
     factors = {name: draw(name, tuple(g.shape)) for name, g in gradients.items()}
+    exported = read(root / "one" / "start")
     for name, value in adapt(base, factors).items():
-        torch.testing.assert_close(read(root / "one" / "start")[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-6)
+        merged = base[name].clone()
+        if f"{name}.A" in factors:
+            add_product(merged, factors[f"{name}.A"], factors[f"{name}.B"], SCALE)
+        assert torch.equal(exported[name], merged), name
 
 
 def test_the_reference_is_the_model_without_factors(
@@ -256,7 +262,7 @@ def test_layouts_agree_and_resume_in_each_other(
     resumed: tuple[int, dict[str, Any], str],
 ) -> None:
     root, (_, stats, _) = one_process
-    last = read(root / "one" / "last")
+    first, last = (read(root / "one" / name) for name in ("start", "last"))
     per_layout = run_each(take_steps, 2, layouts, model, root)
     for layout, results in zip(layouts, per_layout, strict=True):
         held = set()
@@ -268,6 +274,8 @@ def test_layouts_agree_and_resume_in_each_other(
         for got, want in zip(own, stats, strict=True):
             assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout
+        merged = read(root / name_of(layout) / "start")
+        assert all(torch.equal(merged[name], value) for name, value in first.items()), layout
         check_weights(read(root / name_of(layout) / "last"), last, layout)
     num_ranks, layout, saved = resumed
     run_ranks(resume, num_ranks, model, root, layout, saved)
