@@ -243,7 +243,8 @@ def choose_factors(
         return None
     base = find_base_sum(model.init, policy, seed)
     facts = AdapterFacts.make(lora, policy.config, base, model.path)
-    return FactorOptions(facts.make_stamp(policy.config), on_gpu=lora.engine_base == "gpu")
+    stamp, on_gpu = facts.make_stamp(policy.config), lora.engine_base == "gpu"
+    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts)
 
 
 def make_links(

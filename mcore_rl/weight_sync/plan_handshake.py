@@ -29,6 +29,8 @@ from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.layout import HfTensors, Layout, check_rank
 from mcore_rl.weights.layouts.listed import ListedLayout, RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout
+from mcore_rl.weights.lora.layouts import AdaptedLayout, AdapterLayouts
+from mcore_rl.weights.lora.places import Content
 from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 
 
@@ -239,7 +241,7 @@ class PlanHandshake:
     def _draft_recorded(self) -> Draft | str:
         end = self.end
         try:
-            source, target = _decode_layouts(end.link.layouts)
+            source, target = _decode_layouts(end.link.layouts, end.link.content)
         except ValueError as error:
             self.end = await_roster(end)
             return str(error)
@@ -281,10 +283,15 @@ class PlanHandshake:
 
 
 @lru_cache(maxsize=4)
-def _decode_layouts(recorded: str) -> tuple[MegatronLayout, Layout]:
+def _decode_layouts(
+    recorded: str, content: Content
+) -> tuple[MegatronLayout | AdaptedLayout, Layout]:
     """Return both sides' layouts, which cache the placements that they compute.
 
     Raises ValueError if the sizes do not divide the model.
     """
-    decoded = RecordedLayouts.decode(recorded)
-    return decoded.source(), decoded.target()
+    if content == "weights":
+        decoded = RecordedLayouts.decode(recorded)
+        return decoded.source(), decoded.target()
+    adapter = AdapterLayouts.decode(recorded)
+    return adapter.source(), adapter.target()

@@ -28,6 +28,7 @@ from mcore_rl.weight_sync.controller.strategy import (
 from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import AdapterRequest, Report, StageRequest
+from mcore_rl.weights.lora.layouts import AdapterLayouts
 from mcore_rl.weights.lora.places import AdapterStamp, Content
 
 
@@ -35,12 +36,22 @@ from mcore_rl.weights.lora.places import AdapterStamp, Content
 class FactorOptions:
     """What engines are linked for.
 
-    stamp   of the factors that the recipe trains
-    on_gpu  whether engines keep the weights below factors on their GPUs, not on the host
+    stamp    of the factors that the recipe trains
+    on_gpu   whether engines keep the weights below factors on their GPUs, not on the host
+    targets, experts  what is adapted, as in LoraConfig
     """
 
     stamp: AdapterStamp
     on_gpu: bool = False
+    targets: tuple[str, ...] = ()
+    experts: bool = True
+
+    def record(self, layouts: str, content: Content) -> str:
+        """Return the layouts of a link with that content, given encoded RecordedLayouts or ""."""
+        if not layouts:
+            return ""
+        rank = self.stamp.rank
+        return AdapterLayouts(layouts, content, rank, self.targets, self.experts).encode()
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ class FactorSync(StagedSync):
             store_port=store.port,
             store_key=store.key,
             staged=False,
-            layouts="",
+            layouts=self._options.record(engine.link.layouts, kind),
             delta="off",
             pull=False,
             loaded=False,

@@ -78,3 +78,12 @@ def test_requests_decode_through_a_sync_of_each_way_and_their_stall_is_measured(
     assert len(figures) == 3
     # Not which is longer: a sync of 1 MiB is shorter than a token takes on a busy machine.
     assert all(way[name] > 0 for way in figures.values() for name in ("stall", "usual", "sync"))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_factors_leave_the_weights_of_a_whole_sync_and_the_benchmark_ends_in_its_figures() -> None:
+    options = ["--kind", "small", "--rank", "4", "--repeats", "1", "--turns", "1"]
+    figures = figures_of("lora.py", *options, timeout_s=280)
+    assert figures["times_fewer_bytes"] > 5
+    assert all(value > 0 for value in figures.values())

@@ -23,6 +23,7 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.deployment import record_layouts
+from mcore_rl.weight_sync.controller.factor_sync import FactorOptions
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import AdapterRequest, Link, Report, StageRequest
 from mcore_rl.weights.hf.config import ModelFacts
@@ -92,11 +93,14 @@ class Linked:
         for kind in kinds:
             stores.append(LinkStore.serve("127.0.0.1", TIMEOUT_S))
             own = {"store_port": stores[-1].port, "store_key": stores[-1].key, "content": kind}
-            links[kind] = replace(self.link, engine=kind, staged=False, layouts="", **own)
+            layouts = FactorOptions(self.stamp).record(self.link.layouts, kind)
+            links[kind] = replace(self.link, engine=kind, staged=False, layouts=layouts, **own)
             stores[-1].keep(links[kind])
         self.request(StageRequest(version, adapter=AdapterRequest(self.stamp, *links.values())))
         for link in links.values():
-            check(self.ranks.call("connect", link))
+            reports = self.ranks.call("connect", link)
+            check(reports)
+            assert {report.digest.split()[0] for report in reports} == {"recorded"}
         self.send(version, *kinds)
         self.adapter_stores = stores
 
