@@ -1,12 +1,18 @@
-"""A mistake is told at once: before torch is imported, in less than two seconds of CPU."""
+"""What newcomers get wrong is told at once: before torch is imported, within two seconds of CPU.
+
+Each message names the value, its place, and what to do instead.
+"""
 
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 
+from mcore_rl.data.rows import write_parquet
 from tests.support.stub_inputs import stub_inputs
 
 QWEN = "recipe=qwen3_30b_a3b_grpo_32"
@@ -32,16 +38,74 @@ MISTAKES = [
     (["submit", QWEN, "launch=slurm"], "qwen3_30b_a3b holds config.json alone: set model.path"),
     (["submit", QWEN, *PODS, "run.dir=/mnt/runs/a", "model.path=/m"], "model.path: /m lies in no"),
     (["submit", QWEN, *PODS, "run.dir=/a"], "run.dir: /a lies in no folder"),
+    (["submit", QWEN], "give one launch=<local|slurm|kuberay|skypilot or file>"),
+    (["train", "tiny_moe_grpo"], "recipes are named by recipe=tiny_moe_grpo"),
+    (["plan", "recipe=tab.yaml"], "tab.yaml: no YAML that is read here: while scanning"),
+    (["plan", "recipe=flat.yaml"], "run is a group of options, and gets none: indent its"),
+    (["train", QWEN, "rollout.mode=asynch"], "rollout.mode='asynch': expected one of 'sync'"),
+    (["train", QWEN, "run.steps=ten"], "run.steps: Value 'ten' of type 'str' could not be"),
+    (["train", QWEN, "run.steps", "10"], "'run.steps'; overrides have the form key=value"),
+    (["train", QWEN, "data.train=a.jsonl,b.jsonl"], "lists have brackets, as key=[a,b]"),
+    (["train", QWEN, "train.mini_batches=7"], "2048 is not divisible by train.mini_batches=7"),
+    (
+        ["train", "recipe=tiny_moe_grpo", "rollout.quantization=fp8"],
+        "rollout.quantization=fp8 with model.dtype=float32: needs model.dtype=bfloat16",
+    ),
+    (["translate", "slime", "no.sh"], "no.sh: the script cannot be read"),
+    (["view", "nowhere", "--once"], "nowhere"),
 ]
+"""Command lines that need no model and no data, and what is answered."""
 OF_INPUTS = [
     ("data.train=[no.jsonl]", "data.train: data file no.jsonl does not exist"),
+    ("data.train=[table.csv]", "data.train: data file table.csv: expected .parquet or .jsonl"),
+    ("data.train=[empty.jsonl]", "data.train: data file empty.jsonl has no rows"),
+    ("data.train=[plain.jsonl]", "data.train: plain.jsonl line 1 is not JSON"),
+    ("data.train=[trl.jsonl]", "line 1 lacks `data_source`; it has prompt, solution; data.columns"),
+    ("data.train=[trl.parquet]", "lacks `data_source`, `reward_model`; it has prompt, solution"),
+    ("data.train=[broken.parquet]", "data file broken.parquet is no parquet file"),
+    ("model.path=bert", "model.path=bert: architectures = ['BertForMaskedLM'] in config.json"),
+    ("model.path=bin", "only pytorch_model.bin: load and save it with transformers"),
+    ("model.path=pointer", "model.safetensors is a pointer of Git LFS and no weights: run `git"),
+    ("model.path=cut", "model.safetensors is cut off: it has 1008 bytes"),
+    ("parallel.tp=3", "parallel.tp=3 does not divide num_attention_heads=32"),
+    ("rollout.samples_per_prompt=1", "set rollout.samples_per_prompt=2 or more (8 is usual)"),
+    ("algorithm.advantage=distillation", "scores token ids, which needs SGLang's own interface"),
     ("reward.path=no.py", "reward.path=no.py: no such file"),
+    ("reward.path=brackets.py", "brackets.py line 1 is not Python: '(' was never closed"),
+    ("reward.path=needs.py", "needs.py imports no_such_package, which this interpreter lacks"),
+    ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score"),
+    ("agents.environment=no.py:Game", "which 'no.py:Game' names"),
+    ("run.dir=empty.jsonl/a", "empty.jsonl is not a folder; choose another run.dir"),
+    ("checkpoint.best_metric=eval/accuracy", "did you mean eval/greedy_accuracy?"),
     ("reward.name=no", "reward.name=no: "),
     ("agents.environment=no", "there is no environment of kind 'no'"),
     ("checkpoint.hub_repo=policy", "checkpoint.hub_repo=policy: the hub names repositories owner"),
     ("checkpoint.hub_repo=me/policy", "there is no token of the hub here; log in by `hf auth"),
     ("log.wandb_project=mine", "needs the package wandb: pip install wandb"),
 ]
+"""Options beside a model and data, and what is answered."""
+BESIDE = {
+    "parallel.tp=3": ["parallel.ep=1"],
+    "checkpoint.best_metric=eval/accuracy": ["checkpoint.keep_best=2"],
+}
+"""Further options that bring a mistake to light."""
+FILES = {
+    "tab.yaml": "defaults:\n  - schema\nrun:\n\tsteps: 3\n",
+    "flat.yaml": "defaults:\n  - schema\nrun:\nsteps: 3\n",
+    "table.csv": "prompt,answer\n",
+    "empty.jsonl": "",
+    "plain.jsonl": "Ada has 12 coins\n",
+    "trl.jsonl": '{"prompt": "Ada has 12 coins", "solution": "12"}\n',
+    "broken.parquet": "prompt,answer\n",
+    "brackets.py": "def reward(data_source\n    return 1.0\n",
+    "needs.py": "import no_such_package\ndef reward(samples):\n    return 1.0\n",
+    "signature.py": "def compute_score(answer, truth):\n    return 1.0\n",
+    "bert/config.json": '{"architectures": ["BertForMaskedLM"], "model_type": "bert"}',
+    "bin/pytorch_model.bin": "",
+    "pointer/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "cut/model.safetensors": "\x10\x27" + "\0" * 1006,
+}
+"""File -> its text."""
 CALL = """
 import json, sys, time
 sys.modules["wandb"] = None  # as if it were not installed
@@ -54,9 +118,26 @@ print(json.dumps([spent_s, "torch" in sys.modules]))
 """
 
 
+def write_files(folder: Path, config: Path) -> None:
+    """Write what the mistakes name; `config` is the config.json of a model that is supported."""
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for model in ("bin", "pointer", "cut"):
+        shutil.copy(config, folder / model / "config.json")
+    write_parquet([{"prompt": "Ada has 12 coins", "solution": "12"}], folder / "trl.parquet")
+
+
 def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
     given = stub_inputs(tmp_path, "qwen3_30b_a3b_grpo_32")
-    mistakes = [*MISTAKES, *((["train", QWEN, *given, word], told) for word, told in OF_INPUTS)]
+    write_files(tmp_path, tmp_path / "qwen3_30b_a3b_grpo_32_model/config.json")
+    mistakes = [
+        *MISTAKES,
+        *((["train", QWEN, *given, *BESIDE.get(word, []), word], told) for word, told in OF_INPUTS),
+    ]
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = f"log.prometheus_port={taken.getsockname()[1]}"
+    mistakes.append((["train", QWEN, *given, port], f"{port} is not free on 127.0.0.1"))
     of_agent = ["agent", "run", QWEN, *given, "agents.environment=tools"]
     mistakes.append(([*of_agent, "reward.path=no.py"], "reward.path=no.py: no such file"))
     root = Path(__file__).parents[1]
@@ -68,10 +149,16 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
+    taken.close()
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("mcore-rl: ")]
-    for (words, expected), line in zip(mistakes, told, strict=True):
-        assert expected in line, words
+    assert len(mistakes) == len(told) > 50
+    wrong = [
+        (words, expected, line)
+        for (words, expected), line in zip(mistakes, told, strict=True)
+        if expected not in line
+    ]
+    assert not wrong
     spent_s, has_torch = json.loads(done.stdout)
     assert not has_torch
     alone_s = [spent_s[0] + after - before for before, after in pairwise(spent_s)]

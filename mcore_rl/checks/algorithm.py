@@ -12,6 +12,7 @@ from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
+from mcore_rl.checks.needs import check_samples, check_teacher_path
 from mcore_rl.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -40,7 +41,8 @@ def check_algorithm(config: Config) -> None:
     check_truncated(config.algorithm)
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     refuse(config, _unread(config.algorithm, needs))
-    check_group(config.algorithm, config.rollout, needs)
+    if needs.others:
+        check_samples(config.algorithm.advantage, config.rollout.samples_per_prompt)
     check_pairs(config.algorithm, config.train, needs)
     check_teacher(config.algorithm, config.teacher, config.rollout, needs)
     check_replay(config.algorithm, config.train, needs)
@@ -93,17 +95,6 @@ def check_truncated(algorithm: AlgorithmConfig) -> None:
         )
 
 
-def check_group(algorithm: AlgorithmConfig, rollout: RolloutConfig, needs: Needs) -> None:
-    """Raise ValueError if samples are to be compared with others of their prompt, and have none."""
-    if needs.others and rollout.samples_per_prompt == 1:
-        raise ValueError(
-            f"algorithm.advantage={algorithm.advantage} with rollout.samples_per_prompt=1: it"
-            " compares a prompt's samples with one another, so that every advantage would be 0; set"
-            " rollout.samples_per_prompt=2 or more (8 is usual), or"
-            " algorithm.advantage=reinforce_plus_plus, remax or gae"
-        )
-
-
 def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) -> None:
     """Raise ValueError if advantages that hold the pairs' loss meet options that do not fit them.
 
@@ -133,11 +124,8 @@ def check_teacher(
 ) -> None:
     """Raise ValueError if a teacher is missing, not needed, or at another temperature."""
     name = f"algorithm.advantage={algorithm.advantage}"
-    if needs.teacher and not teacher.path:
-        raise ValueError(
-            f"{name} with teacher.path='' and teacher.url={teacher.url!r}: a teacher scores token"
-            " ids, which needs SGLang's own interface; set teacher.path"
-        )
+    if needs.teacher:
+        check_teacher_path(algorithm.advantage, teacher)
     if teacher.is_used and not needs.teacher:
         raise ValueError(
             f"teacher.path={teacher.path} with {name}: nothing asks the teacher;"

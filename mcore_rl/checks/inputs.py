@@ -14,10 +14,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mcore_rl
 from mcore_rl.agents.environments.adapters import check_names, find_adapter
 from mcore_rl.agents.environments.check import is_there
-from mcore_rl.checks.source import check_name, check_registered, find_function, parse, takes
+from mcore_rl.checks.first_rows import check_first_row
+from mcore_rl.checks.needs import ALGORITHMS, check_needs
+from mcore_rl.checks.source import (
+    check_name,
+    check_registered,
+    find_function,
+    list_imports,
+    parse,
+    takes,
+)
 from mcore_rl.config import (
     AgentsConfig,
     AlarmsConfig,
@@ -33,13 +41,15 @@ from mcore_rl.config import (
 from mcore_rl.config.recipe import require
 from mcore_rl.config.shipped import RECIPES_DIR, describe_making
 from mcore_rl.config.tree import value_of
+from mcore_rl.data.columns import Columns
 from mcore_rl.data.files import data_files
 from mcore_rl.logs.names import METRICS, find_documented
-from mcore_rl.process.disk import name_user
+from mcore_rl.process.disk import check_readable, name_user
 from mcore_rl.process.network import is_free
 from mcore_rl.rewards.user_function import ALL, ONE, find_file
-from mcore_rl.weights.hf.config import parse_hf_config
-from mcore_rl.weights.hf.folder import find_other_format
+from mcore_rl.weights.hf.config import parse_hf_config, read_hf_config
+from mcore_rl.weights.hf.folder import check_header, find_other_format
+from mcore_rl.weights.models.recipe_checks import check_layout
 
 DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
     "train": ("data.train", "eval.data"),
@@ -52,11 +62,12 @@ MIXING_COMMANDS = ("train", "pairs")
 """Commands that read data.sources."""
 SAMPLING_COMMANDS = ("train", "pairs", "eval")
 TRAINING_COMMANDS = ("train", "sft", "dpo")
+TRAINED_MODELS = ("model.path", "critic.path")
+"""Options that name models of families whose tensors we know; engines also serve others."""
 _REPO = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 MODEL_ID = re.compile(rf"(?P<repo>{_REPO})(?:@(?P<revision>[\w./-]+))?")
 ON_HUB = "hf://"
 """Data files of the hub begin so."""
-_ALGORITHMS = Path(mcore_rl.__file__).parent / "algo"
 _NAMED = re.compile(r"(?P<file>.+\.py):(?P<name>\w+)")
 """A function or class of a file, as environments name them."""
 Look = Callable[[str, str], Path | None]
@@ -138,15 +149,18 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
         yield partial(check_no_trainer, config.rollout)
     if command in ("train", "dpo"):
         yield partial(check_algorithm_names, config.algorithm, place)
-    has_weights = config.model.init == "hf"
-    yield partial(_check_model, "model.path", config.model.path, place, has_weights=has_weights)
+    if command == "train" and not config.algorithm.path:
+        yield partial(check_needs, config.algorithm, config.rollout, config.teacher)
+    yield partial(_check_policy, config, place, is_trained=command in TRAINING_COMMANDS)
     if command == "train":
         yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)
     named = {option: value_of(config, option) for option in DATA_OF_COMMAND[command]}
     held_out = config.eval.sets if command in SAMPLING_COMMANDS else ()
     sources = config.data.sources if command in MIXING_COMMANDS else ()
     for option, path in _list_data(named, held_out, sources):
-        yield partial(_check_data, option, path, place)
+        of_prompts = option.startswith(("data.", "eval."))
+        columns = Columns.make(config.data.columns) if of_prompts else None
+        yield partial(_check_data, option, path, place, columns)
     if command in SAMPLING_COMMANDS:
         for role, model in config.served_models.items():
             yield partial(_check_model, f"{role}.path", model.path, place, has_weights=True)
@@ -182,13 +196,14 @@ def _list_data(
         yield f"data.sources[{number}].path", source.path
 
 
-def _check_data(option: str, path: str, place: RunPlace) -> None:
+def _check_data(option: str, path: str, place: RunPlace, columns: Columns | None) -> None:
     if path.startswith(ON_HUB):
         return
     file = place.look(option, path)
     if file is not None:
         try:
-            data_files([str(file)])
+            first, *_ = data_files([str(file)])
+            check_first_row(Path(first), columns)
         except ValueError as error:
             raise ValueError(f"{option}: {error}") from None
 
@@ -225,7 +240,7 @@ def check_algorithm_names(algorithm: AlgorithmConfig, place: RunPlace = HERE) ->
         ("loss", "losses.py", "losses"),
     ):
         name = getattr(algorithm, option)
-        check_registered(f"algorithm.{option}", name, _ALGORITHMS / file, registry)
+        check_registered(f"algorithm.{option}", name, ALGORITHMS / file, registry)
 
 
 def is_on_hub(path: str) -> bool:
@@ -239,7 +254,7 @@ def _check_model(option: str, path: str, place: RunPlace, *, has_weights: bool) 
     if folder is None:
         return
     try:
-        parse_hf_config(folder)
+        (read_hf_config if option in TRAINED_MODELS else parse_hf_config)(folder)
     except ValueError as error:
         raise ValueError(f"{option}={path}: {error}") from None
     if has_weights and not any(folder.glob("*.safetensors")):
@@ -253,6 +268,17 @@ def _check_model(option: str, path: str, place: RunPlace, *, has_weights: bool) 
             f"{option}={path}: {folder} has no .safetensors files{find_other_format(folder)}"
             f"{remedy}"
         )
+    for file in sorted(folder.glob("*.safetensors")) if has_weights else ():
+        check_readable(file)
+        check_header(file)
+
+
+def _check_policy(config: Config, place: RunPlace, *, is_trained: bool) -> None:
+    path = config.model.path
+    _check_model("model.path", path, place, has_weights=config.model.init == "hf")
+    folder = None if is_on_hub(path) else place.look("model.path", path)
+    if folder is not None and is_trained:
+        check_layout(read_hf_config(folder), config.parallel)
 
 
 def _check_index(index: str, place: RunPlace) -> None:
@@ -275,6 +301,8 @@ def check_reward(reward: RewardConfig, place: RunPlace, *, asks_judge: bool) -> 
         return
     option = f"reward.path={reward.path}"
     tree = parse(option, file)
+    if place.is_here:
+        _check_imports(option, file, list_imports(tree))
     check_name(f"{option} with reward.name={reward.name}", tree, file, reward.name)
     function = find_function(tree, reward.name)
     if function is None or function.decorator_list:
@@ -285,6 +313,16 @@ def check_reward(reward: RewardConfig, place: RunPlace, *, asks_judge: bool) -> 
             f"{option}: {reward.name}, line {function.lineno}, must take the keyword arguments"
             f" {', '.join(ONE)}, or {', '.join(ALL)}{further}"
         )
+
+
+def _check_imports(option: str, file: Path, packages: Sequence[str]) -> None:
+    for package in packages:
+        beside = (file.parent / package, file.parent / f"{package}.py")
+        if not is_there(package) and not any(path.exists() for path in beside):
+            raise ValueError(
+                f"{option}: {file} imports {package}, which this interpreter lacks: install it, or"
+                " take the import out"
+            )
 
 
 def check_environment(
@@ -353,6 +391,7 @@ def _check_packages(log: LogConfig, place: RunPlace) -> None:
         (f"log.mlflow_uri={log.mlflow_uri!r}", log.mlflow_uri, "mlflow"),
         (f"log.trackio_project={log.trackio_project!r}", log.trackio_project, "trackio"),
         (f"log.swanlab_project={log.swanlab_project!r}", log.swanlab_project, "swanlab"),
+        (f"log.clearml_project={log.clearml_project!r}", log.clearml_project, "clearml"),
         ("log.tensorboard=true", log.tensorboard, "tensorboard"),
     ):
         if is_used and not _is_installed(package):

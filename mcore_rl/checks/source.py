@@ -56,14 +56,44 @@ def check_registered(option: str, name: str, file: Path, registry: str) -> None:
     raise ValueError(f"{option}={name!r}{hint}: expected one of {choices}")
 
 
+def list_needs(file: Path, registry: str, name: str) -> set[str]:
+    """Return the needs that are true where a function is registered as `name`; none if unknown."""
+    calls = _find_registrations(ast.parse(file.read_bytes()), registry)
+    return {
+        keyword.arg
+        for call in calls
+        if isinstance(call.args[0], ast.Constant) and call.args[0].value == name
+        for argument in call.args[1:]
+        if isinstance(argument, ast.Call)
+        for keyword in argument.keywords
+        if keyword.arg and isinstance(keyword.value, ast.Constant) and keyword.value.value
+    }
+
+
+def list_imports(tree: ast.Module) -> list[str]:
+    """Return the packages that a file surely imports when it is run."""
+    modules: list[str] = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            modules.append(node.module)
+    return [module.partition(".")[0] for module in modules]
+
+
 def _list_registered(tree: ast.Module, registry: str) -> Iterator[str]:
+    for call in _find_registrations(tree, registry):
+        if isinstance(call.args[0], ast.Constant):
+            yield str(call.args[0].value)
+
+
+def _find_registrations(tree: ast.Module, registry: str) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         owner = node.func.value
-        is_ours = isinstance(owner, ast.Name) and owner.id == registry
-        if is_ours and node.func.attr == "register" and isinstance(node.args[0], ast.Constant):
-            yield str(node.args[0].value)
+        if isinstance(owner, ast.Name) and owner.id == registry and node.func.attr == "register":
+            yield node
 
 
 def _list_names(body: Iterable[ast.stmt]) -> Iterator[str]:

@@ -205,6 +205,12 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
         names = [override.partition("=")[0].lstrip("+~") for override in overrides]
         under = (name for name in names if name.startswith(f"{key}.") and find_option(name))
         name = next(under, key)
+        own = next((leaf for leaf in leaves() if leaf.startswith(f"{name}.")), "")
+        if own:
+            return (
+                f"{name} is a group of options, and gets none: indent its options below {name}: in"
+                f" a file, or give one, as {own}=<value>"
+            )
         return f"unknown key {name!r}.{_nearest(name, leaves())}"
     if found := _DELETED.match(first_line):
         return f"~{found[1]}: the recipe has no such key.{_nearest(found[1], leaves())}"

@@ -20,6 +20,7 @@ from mcore_rl.checks.inputs import (
 )
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.shipped import RECIPES_DIR
+from tests.support.stub_inputs import STUB_ROW
 
 MODEL = str(RECIPES_DIR / "model" / "qwen3_30b_a3b")
 FUNCTION = "def reward(data_source, solution_str, ground_truth, extra_info): ...\n"
@@ -28,7 +29,7 @@ FUNCTION = "def reward(data_source, solution_str, ground_truth, extra_info): ...
 @pytest.fixture
 def given(tmp_path: Path) -> list[str]:
     """Return overrides with which all that `train` reads is there."""
-    (tmp_path / "train.jsonl").write_text("")
+    (tmp_path / "train.jsonl").write_text(STUB_ROW)
     (tmp_path / "reward.py").write_text(FUNCTION)
     return [
         f"run.dir={tmp_path}/run",
@@ -93,6 +94,7 @@ def test_an_input_that_is_not_there_is_named(given: list[str], override: str, me
         ("def other(): ...\nclass Judge: ...\n", "has no 'reward'; it has other, Judge$"),
         ("def reward(text): ...\n", "reward, line 1, must take the keyword arguments"),
         ("", "it has none$"),
+        ("from no_such_package.a import reward\n", "reward.py imports no_such_package, which"),
     ],
 )
 def test_a_reward_that_cannot_be_called_is_refused(
@@ -110,8 +112,8 @@ def test_a_reward_that_cannot_be_called_is_refused(
         "async def reward(*, data_source, solution_str, ground_truth, extra_info=None): ...\n",
         "def reward(data_sources, solution_strs, ground_truths, extra_infos, more=1): ...\n",
         "@wrap\ndef reward(text): ...\n",
-        "from other import score as reward\n",
-        "from other import *\n",
+        "from json import loads as reward\n",
+        "from json import *\n",
         "try:\n    import fast\nexcept ImportError:\n    reward = slow\n",
         "reward = partial(score, limit=3)\n",
     ],

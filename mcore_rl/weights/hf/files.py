@@ -39,6 +39,7 @@ from mcore_rl.weights.hf.config import ModelFacts, set_dtype
 from mcore_rl.weights.hf.folder import (
     INDEX,
     TEMPORARY,
+    check_header,
     deal_out,
     list_checkpoint_files,
     write_small_files,
@@ -88,6 +89,7 @@ def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
     tied: dict[str, Path] = {}
     for path in files:
         check_readable(path)  # safetensors says that such a file does not exist
+        check_header(path)
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
                 if name in family.find_left_out(config):

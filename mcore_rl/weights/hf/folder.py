@@ -44,6 +44,27 @@ def list_checkpoint_files(hf_dir: Path) -> list[Path]:
     return [hf_dir / name for name in names]
 
 
+_LENGTH_BYTES = 8
+_LFS = b"version https://git-lfs"
+
+
+def check_header(path: Path) -> None:
+    """Raise ValueError if a safetensors file is shorter than its header says, or no such file.
+
+    Format: 8 bytes, little-endian, with the header's length; the header, in JSON; the tensors.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS))
+    if start == _LFS:
+        raise ValueError(f"{path} is a pointer of Git LFS and no weights: run `git lfs pull` there")
+    needed = _LENGTH_BYTES + int.from_bytes(start[:_LENGTH_BYTES], "little")
+    if size < max(needed, _LENGTH_BYTES + len("{}")):
+        raise ValueError(
+            f"{path} is cut off: it has {size} bytes, and a header of {needed}; download it again"
+        )
+
+
 def find_other_format(hf_dir: Path) -> str:
     """Return what to do about a directory without safetensors files; it names one with weights."""
     found = [path.name for path in sorted(hf_dir.iterdir()) if path.name.endswith(WEIGHT_SUFFIXES)]

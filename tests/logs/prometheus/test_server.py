@@ -14,6 +14,7 @@ from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.prometheus.server import PrometheusServer
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.parts import make_log
+from tests.support.stub_inputs import STUB_ROW
 
 
 def ask(url: str) -> dict[str, float]:
@@ -56,7 +57,7 @@ def test_each_row_is_answered_until_the_run_ends(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_told_before_anything_starts(tmp_path: Path) -> None:
     with PrometheusServer("mine", "127.0.0.1", 0, None) as server:
         port = int(server.url.split(":")[2].partition("/")[0])
-        (tmp_path / "train.jsonl").write_text("")
+        (tmp_path / "train.jsonl").write_text(STUB_ROW)
         given = [
             f"log.prometheus_port={port}",
             "model.path=recipes/model/qwen3_30b_a3b",
