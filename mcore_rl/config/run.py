@@ -297,11 +297,13 @@ class TrackingConfig(Options, group="log.tracking"):
     entity: str = ""
     """Team of W&B, workspace of SwanLab, Space of trackio (owner/name); empty: one's own."""
     group: str = ""
-    """Group of runs; in MLflow the experiment, "mcore_rl" if this is empty."""
+    """Group of runs; in MLflow the experiment, "mcore_rl" if this is empty; in ClearML a project
+    within the project."""
     tags: list[str] = field(default_factory=list)
     """Tags of the run; trackio has none."""
     samples: int = bounded(0, ge=0, le=64)
-    """Samples of each step, and of each evaluation, that trackers get as a table; 0: none."""
+    """Samples of each step, and of each evaluation, that trackers get as a table, MLflow also as
+    traces; 0: none."""
 
 
 @dataclass
@@ -318,6 +320,8 @@ class LogConfig(Options, group="log"):
     """Project of trackio to log to; None: none."""
     swanlab_project: str | None = None
     """Project of SwanLab to log to; None: none."""
+    clearml_project: str | None = None
+    """Project of ClearML to log to; None: none."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     prometheus_port: int | None = bounded(None, ge=0, le=65535)
     """Port of this process at which Prometheus reads /metrics while the run goes on; 0: a free one;

@@ -44,7 +44,15 @@ FREE_TEXTS = {
     *("index", "calibration"),  # folders
     *("url", "url_model", "api_key_env", "address", "mlflow_uri", "wandb_project"),  # servers
     *("name", "correct_part", "role_part", "verdict", "column"),  # of functions, judges, files
-    *("trackio_project", "swanlab_project", "entity", "group", "webhook", "prometheus_host"),
+    *(
+        "trackio_project",
+        "swanlab_project",
+        "clearml_project",
+        "entity",
+        "group",
+        "webhook",
+        "prometheus_host",
+    ),
     *("prompt", "answer", "images", "videos", "data_source", "extra_info", "system"),  # of columns
     *("best_metric", "hub_repo"),  # checked before a run
     *("environment", "python", "tool_parser", "reasoning_parser"),  # checked before a run

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config import LogConfig
 from mcore_rl.config.tree import flatten
@@ -115,16 +116,25 @@ class SwanLab:
 EXPERIMENT = "mcore_rl"
 MOST_CHARS = 500
 """MLflow takes no longer parameter."""
+TRACED = ("reward", "parts", "advantage", "reward_error", "finish_reason", "weights", "set")
+TRACED_OF_TURN = ("tokens", "finish_reason", "reward", "parent")
+"""What a trace and its spans have as attributes."""
 
 
 class MLflow:
-    """An experiment at `uri`; a resumed run keeps its id (<run_dir>/mlflow_id)."""
+    """An experiment at `uri`; a resumed run keeps its id (<run_dir>/mlflow_id).
+
+    Samples are rows of a table, and a trace each; turns of an episode are spans of its trace.
+    """
 
     def __init__(self, run: TrackedRun, uri: str) -> None:
         mlflow = import_tracker("mlflow", f"log.mlflow_uri={uri!r}", "mlflow")
+        mlflow.set_tracking_uri(uri)  # where traces go, whatever the client's is
+        self._mlflow = mlflow
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         self._run_id = run.read_id("mlflow_id") or self._create_run(run)
+        self._experiment_id = self._client.get_run(self._run_id).info.experiment_id
         self._client.update_run(self._run_id, status="RUNNING")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -136,8 +146,34 @@ class MLflow:
         columns = zip(SAMPLE_COLUMNS, zip(*make_table(rows), strict=True), strict=True)
         table = {name: list(values) for name, values in columns}
         self._client.log_table(self._run_id, table, f"samples/{split}.json")
+        for row in rows:
+            self._trace(split, row)
+
+    def _trace(self, split: str, row: Mapping[str, Any]) -> None:
+        tags = {"split": split, "step": str(row["step"]), "run_id": self._run_id}
+        root = self._client.start_trace(
+            f"{split} sample",
+            span_type="AGENT" if "turns" in row else "LLM",
+            inputs={"prompt": row["prompt"], "ground_truth": row.get("ground_truth")},
+            attributes={name: row[name] for name in TRACED if name in row},
+            tags=tags,
+            experiment_id=self._experiment_id,
+        )
+        for number, turn in enumerate(row.get("turns", ())):
+            span = self._client.start_span(
+                f"turn {number}",
+                root.trace_id,
+                root.span_id,
+                span_type="LLM",
+                inputs={"messages": turn["messages"]},
+                attributes={name: turn[name] for name in TRACED_OF_TURN if name in turn},
+            )
+            answer = {"answer": turn["answer"], "calls": turn.get("calls", [])}
+            self._client.end_span(root.trace_id, span.span_id, outputs=answer)
+        self._client.end_trace(root.trace_id, outputs={"response": row["response"]})
 
     def close(self, failed: bool) -> None:
+        self._mlflow.flush_trace_async_logging()
         self._client.set_terminated(self._run_id, status="FAILED" if failed else "FINISHED")
 
     def _create_run(self, run: TrackedRun) -> str:
@@ -153,6 +189,43 @@ class MLflow:
             self._client.log_param(created.info.run_id, option, str(value)[:MOST_CHARS])
         write_whole(run.run_dir / "mlflow_id", created.info.run_id)
         return created.info.run_id
+
+
+class ClearML:
+    """ClearML; a resumed run continues its task (<run_dir>/clearml_id)."""
+
+    def __init__(self, run: TrackedRun, project: str) -> None:
+        clearml = import_tracker("clearml", f"log.clearml_project={project!r}", "clearml")
+        options = run.options
+        former = run.read_id("clearml_id")
+        self._task = clearml.Task.init(
+            project_name=f"{project}/{options.group}" if options.group else project,
+            task_name=run.name,
+            tags=options.tags or None,
+            reuse_last_task_id=False,
+            continue_last_task=former if former and not clearml.Task.is_offline() else False,
+            auto_connect_arg_parser=False,
+            auto_connect_frameworks=False,
+            auto_connect_streams=False,
+            auto_resource_monitoring=False,
+        )
+        self._task.connect(dict(run.config), name="recipe")
+        write_whole(run.run_dir / "clearml_id", self._task.id)
+        self._logger = self._task.get_logger()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            title, _, series = name.partition("/")
+            self._logger.report_scalar(title, series or title, value, iteration=step)
+
+    def log_samples(self, step: int, split: str, rows: Rows) -> None:
+        table = [list(SAMPLE_COLUMNS), *make_table(rows)]
+        self._logger.report_table("samples", split, iteration=step, table_plot=table)
+
+    def close(self, failed: bool) -> None:
+        if failed:
+            self._task.mark_failed()
+        self._task.close()
 
 
 class TensorBoard:
@@ -200,6 +273,8 @@ def open_trackers(log: LogConfig, run: TrackedRun) -> list[Tracker]:
             add(Trackio(run, log.trackio_project))
         if log.swanlab_project:
             add(SwanLab(run, log.swanlab_project))
+        if log.clearml_project:
+            add(ClearML(run, log.clearml_project))
         if log.mlflow_uri:
             add(MLflow(run, log.mlflow_uri))
         opened.pop_all()

@@ -145,7 +145,6 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "data.default.prompt_file": (None, COLUMNS),
     "data.default.system_prompt_file": (None, COLUMNS),
     "checkpointing.checkpoint_must_save_by": (None, "a job that is told to end saves first"),
-    "logger.swanlab_enabled": (False, "set log.swanlab_project"),
 }
 
 
@@ -249,6 +248,8 @@ def _translate_validation(options: ForeignOptions, loop: str) -> Found:
 def _trackers(options: ForeignOptions) -> Found:
     names = ("logger.wandb_enabled", "logger.wandb.project")
     yield from translate_switched(options, *names, "log.wandb_project", "grpo-dev")
+    names = ("logger.swanlab_enabled", "logger.swanlab.project")
+    yield from translate_switched(options, *names, "log.swanlab_project", "grpo-dev")
     names = ("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
     yield from translate_switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
     yield from translate_renamed(

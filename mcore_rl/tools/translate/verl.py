@@ -212,7 +212,7 @@ def reason_of(name: str) -> str | None:
 
 
 TRACKERS = {"tensorboard": "log.tensorboard", "console": "log.console"}
-PROJECTS = ("wandb", "swanlab", "trackio")
+PROJECTS = ("wandb", "swanlab", "trackio", "clearml")
 """Trackers whose project is log.<name>_project."""
 OVERLONG = (
     "reward_model.overlong_buffer",

@@ -1,4 +1,4 @@
-"""TensorBoard; W&B, trackio, SwanLab and MLflow, offline, where they are installed."""
+"""TensorBoard; W&B, trackio, SwanLab, ClearML and MLflow, offline, where they are installed."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,14 @@ from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker, make_table
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 ROWS = [
-    {"step": 1, "prompt": "2 + 2", "response": "4", "reward": 1.0, "ground_truth": [4], "turns": 1},
+    {
+        "step": 1,
+        "prompt": "2 + 2",
+        "response": "4",
+        "reward": 1.0,
+        "ground_truth": [4],
+        "split": "train",
+    },
     {"step": 1, "prompt": "2 + 3", "response": "4", "reward": 0.0, "ground_truth": "5"},
 ]
 TRACKING = TrackingConfig(name="mine", group="ours", tags=["moe"], samples=2)
@@ -41,6 +48,7 @@ def log_steps(folder: Path, last_step: int | None, *steps: int, **target: Any) -
         ("wandb", {"wandb_project": "unit"}),
         ("trackio", {"trackio_project": "unit"}),
         ("swanlab", {"swanlab_project": "unit"}),
+        ("clearml", {"clearml_project": "unit"}),
         ("mlflow", {"mlflow_uri": "sqlite:///x.db"}),
     ],
 )
@@ -77,6 +85,32 @@ def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
     assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2), (3, 0.3)]
 
 
+def test_mlflow_gets_a_trace_for_each_sample_and_a_span_for_each_turn(tmp_path: Path) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    turns = [
+        {"messages": [{"role": "user", "content": "2 + 2"}], "answer": "ask", "calls": ["add"]},
+        {"messages": [{"role": "tool", "content": "4"}], "answer": "4", "tokens": 1},
+    ]
+    [tracker] = open_here(tmp_path / "run", mlflow_uri=uri)
+    tracker.log_samples(1, "train", [{**ROWS[0], "turns": turns}, ROWS[1]])
+    tracker.close(failed=False)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("ours")
+    traces = mlflow.search_traces(
+        experiment_ids=[experiment.experiment_id], return_type="list", order_by=["timestamp ASC"]
+    )
+    episode, single = sorted(traces, key=lambda trace: -len(trace.data.spans))
+    assert episode.info.tags["split"] == "train" and episode.info.tags["step"] == "1"
+    root, *spans = episode.data.spans
+    assert [span.name for span in spans] == ["turn 0", "turn 1"]
+    assert root.attributes["reward"] == 1.0 and root.outputs == {"response": "4"}
+    assert spans[0].outputs == {"answer": "ask", "calls": ["add"]}
+    assert spans[1].inputs == {"messages": turns[1]["messages"]}
+    assert [span.inputs["prompt"] for span in single.data.spans] == ["2 + 3"]
+
+
 def test_mlflow_is_told_of_a_failure(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
@@ -110,6 +144,21 @@ def test_swanlab_keeps_one_id_over_a_resume(
         log_steps(tmp_path, last_step, (last_step or 0) + 1, swanlab_project="unit")
         ids.append((tmp_path / "swanlab_id").read_text())
     assert ids[0] == ids[1]
+
+
+def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
+    monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
+    clearml = pytest.importorskip("clearml")
+    [tracker] = open_here(tmp_path / "run", clearml_project="unit")
+    task = clearml.Task.current_task()
+    folder = Path(task.get_offline_mode_folder())
+    assert (tmp_path / "run" / "clearml_id").read_text() == task.id
+    tracker.log(1, {"reward/mean": 0.25})
+    tracker.log_samples(1, "train", ROWS)
+    tracker.close(failed=False)
+    told = "".join(path.read_text() for path in folder.parent.rglob("metrics.jsonl"))
+    assert '"metric": "reward"' in told and '"variant": "mean"' in told
 
 
 def test_trackio_keeps_one_run_over_a_resume(
