@@ -45,7 +45,16 @@ QUICK = (
     "--version",
 )
 OF_JOBS = ("submit", "status", "logs", "cancel")
-ELSEWHERE = ("/data/", "/models/", "=Qwen/", "hf://", "http://", "cluster.address=", "10.0.0.")
+ELSEWHERE = (
+    "/data/",
+    "/models/",
+    "=Qwen/",
+    "=HuggingFaceTB/",
+    "hf://",
+    "http://",
+    "cluster.address=",
+    "10.0.0.",
+)
 """Parts of arguments that name what only the reader's own cluster has."""
 
 
