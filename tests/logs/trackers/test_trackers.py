@@ -27,6 +27,12 @@ ROWS = [
 TRACKING = TrackingConfig(name="mine", group="ours", tags=["moe"], samples=2)
 
 
+@pytest.fixture(autouse=True)
+def in_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have artifacts that trackers write to the working folder land in the test's."""
+    monkeypatch.chdir(tmp_path)
+
+
 def open_here(folder: Path, last_step: int | None = None, **target: Any) -> list[Tracker]:
     log = LogConfig(**{"tensorboard": False, "tracking": TRACKING, **target})
     folder.mkdir(exist_ok=True)
