@@ -16,6 +16,7 @@ from mcore_rl.process.command_line import CommandParser, parse_arguments
 from mcore_rl.run.command_arguments import (
     ForkServers,
     add_agent_arguments,
+    add_engines_arguments,
     add_ledger_arguments,
     add_plan_arguments,
     add_recipe_arguments,
@@ -76,6 +77,10 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
     "ledger": (
         "prove that a run's books balance: each prompt trained once, or why not",
         add_ledger_arguments,
+    ),
+    "engines": (
+        "list the engines of a run under way, add one, or take one out",
+        add_engines_arguments,
     ),
     "view": ("show runs in a browser, while they run or later", view_command.add_arguments),
     "data": ("prepare prompts: those of a toy task, or published ones", prepare.add_arguments),

@@ -111,13 +111,13 @@ class CollectorGroup:
         self._group.call_each("connect", self._connections, deadline_s=deadline_s)
 
     def find_home(self, engine: int) -> int:
-        """Return the collector that asks an engine first, which may have moved to another node.
+        """Return the collector that asks an engine first, which has moved or was added.
 
-        It is the one that did before. If that is gone, it is one that is not, in turn.
+        It is the one that did before. Without one, or if it is gone, it is another one in turn.
         """
-        there = [k for k in range(len(self._nodes)) if k not in self._gone]
-        home = self._home[engine]
-        return home if home in there or not there else there[engine % len(there)]
+        there = [k for k in range(len(self._nodes)) if k not in self._gone] or [0]
+        home = self._home[engine] if engine < len(self._home) else -1
+        return home if home in there else there[engine % len(there)]
 
     def list_calls(self) -> list["RemoteCollector"]:
         """Return the collectors, each as rollout.collector.CollectorCalls."""

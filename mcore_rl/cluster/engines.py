@@ -5,7 +5,7 @@ Servers are restarted within limits, and an engine of a lost node moves to anoth
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
@@ -18,6 +18,7 @@ from mcore_rl.cluster.placement import ROOM_S, find_room
 from mcore_rl.cluster.rank_actor import node_address
 from mcore_rl.config.deadlines import STOPPED_S, answer_s
 from mcore_rl.planning.slots import Slot
+from mcore_rl.process.clock import now_s
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.rollout.engine_health import EngineHealth, EngineState, JoinedEngine
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
@@ -25,6 +26,9 @@ from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+CountRequests = Callable[[EngineAddress], Awaitable[int | None]]
+IDLE_LOOKS = 3
+"""After so many looks without a request an engine is drained: one may have been on its way."""
 ROOM_POLL_S = 10.0
 """How often to look for room for an engine whose node is lost, once there was none."""
 
@@ -61,7 +65,11 @@ class EngineGroup:
         """
         self._weights_stay = weights_stay
         self._moves = moves
-        self._slots = slots
+        self._slots = list(slots)
+        self._log_dir = log_dir
+        self._free_slots: list[Sequence[Slot]] = []
+        """Those of engines that were taken out; engines that are added use them first."""
+        self._left: set[int] = set()
         self._moving: dict[int, asyncio.Task[None]] = {}
         self._budgets = [RestartBudget() for _ in slots]
         self.find_home: Callable[[int], int] = lambda engine: 0
@@ -98,7 +106,7 @@ class EngineGroup:
             meeting_points = []
         if not gpu_ids and self._has_gpus:
             gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
-        self._specs = specs
+        self._specs = list(specs)
         self._max_restarts = max_restarts
         self._startup_timeout_s = timeout_s
         self._limits = (timeout_s, max_restarts, stopped_s, node_address)
@@ -133,6 +141,105 @@ class EngineGroup:
     def first_of_nodes(self) -> dict[str, Any]:
         """See RankGroup.first_of_nodes."""
         return self._group.first_of_nodes()
+
+    async def add(self, reserve: Callable[[], Sequence[Slot]]) -> EngineAddress:
+        """Start one more engine; return its address once it is healthy and has joined.
+
+        reserve   returns slots for it, or raises ValueError if there is no room
+
+        Raises RankError if the engine does not start.
+        """
+        assert self._addresses is not None, "engines are added once the first ones are built"
+        is_reused = bool(self._free_slots)
+        slots = self._free_slots.pop() if is_reused else await asyncio.to_thread(reserve)
+        engine = len(self._slots)
+        log = str(self._log_dir / f"sglang_{engine}.log")
+        sharers = self._slots[0][0].sharers
+        self._slots.append([replace(slot, sharers=sharers) for slot in slots])
+        self._specs.append(replace(self._specs[0], log_path=log))
+        self._nodes_per_engine.append(len(slots))
+        self._restarts.append(RestartCounts(0, 0))
+        self._budgets.append(RestartBudget())
+        self._addresses.append(EngineAddress("", log))
+        self._lost.add(engine)  # nobody watches it yet
+        self._group.add_ranks(self._slots[engine], self._log_dir)
+        self.health.num_coming += 1
+        try:
+            address = await self._start_in_slots(engine)
+        except BaseException:
+            self._take_out(engine)
+            raise
+        finally:
+            self.health.num_coming -= 1
+        self._let_join(engine, address)
+        return address
+
+    async def drain(self, engine: int, count: CountRequests, deadline_s: float) -> None:
+        """Take an engine out once it has no request left, at the latest after `deadline_s`.
+
+        count   returns how many requests an engine has; None: it does not tell
+
+        Requests that it still has then go on elsewhere, from their beginning. Raises ValueError if
+        there is no such engine, or if too few would be left.
+        """
+        url = self._find_to_drain(engine)
+        with self.health.drain(url):
+            address = self._find_address(engine)
+            until_s = now_s() + deadline_s
+            num_idle = 0
+            while num_idle < IDLE_LOOKS and now_s() < until_s:
+                await asyncio.sleep(WATCH_INTERVAL_S)
+                num_idle = num_idle + 1 if await count(address) == 0 else 0
+            while self.health.takes_weights:
+                await asyncio.sleep(WATCH_INTERVAL_S)
+            if engine in self._lost:
+                raise ValueError(f"engine {engine} was lost while it was drained")
+            self._take_out(engine)
+        _log.warning("engine %d at %s was taken out", engine, url)
+
+    def _find_to_drain(self, engine: int) -> str:
+        """Return the url of an engine that may be taken out."""
+        if not 0 <= engine < len(self._slots) or engine in self._left:
+            there = [e for e in range(len(self._slots)) if e not in self._left]
+            raise ValueError(f"there is no engine {engine}: the run has {there}")
+        if engine in self._lost:
+            raise ValueError(f"engine {engine} is lost, or being started: nothing is left to drain")
+        url = self._find_address(engine).url
+        if url in self.health.draining:
+            raise ValueError(f"engine {engine} is being drained already")
+        others = [each for each in self.health.serving if each != url]
+        if len(others) < self._min_engines:
+            raise ValueError(
+                f"without engine {engine}, {len(others)} engines would serve, fewer than"
+                f" rollout.min_engines={self._min_engines}: add one first, and wait for its sync"
+            )
+        return url
+
+    def _take_out(self, engine: int) -> None:
+        """End an engine for good, and keep its slots for another."""
+        self._lost.add(engine)
+        self._left.add(engine)
+        if url := self._find_address(engine).url:
+            self.health.leave(url)
+        self._group.kill_ranks(self._list_servers()[engine])
+        self._free_slots.append(self._slots[engine])
+
+    def _find_address(self, engine: int) -> EngineAddress:
+        assert self._addresses is not None, "engines are asked for once they are built"
+        return self._addresses[engine]
+
+    def describe(self) -> list[tuple[int, str, str, str]]:
+        """Return (number, url, node, state) of each engine that has not been taken out."""
+        described = []
+        for engine, servers in enumerate(self._list_servers()):
+            if engine in self._left:
+                continue
+            url = self._find_address(engine).url
+            state = f"out: {self.health.why_out(url)}" if self.health.why_out(url) else "serves"
+            if engine in self._moving or not url:
+                state = "is being started"
+            described.append((engine, url or "-", self._name_nodes(servers), state))
+        return described
 
     async def watch(self) -> None:
         """Look again and again; never return, but raise RankError as `look` does."""
@@ -187,7 +294,7 @@ class EngineGroup:
             self._go_on_without(engine, error)
 
     def _go_on_without(self, engine: int, error: RankError, why: str = "") -> None:
-        num_left = len(self._nodes_per_engine) - len(self._lost)
+        num_left = len(self._slots) - len(self._lost)
         if num_left < self._min_engines:
             raise error
         _log.warning("engine %d is left out%s; %d engines are left", engine, why, num_left)
@@ -223,6 +330,14 @@ class EngineGroup:
         for rank in ranks:
             await self._group.find_node(rank, timeout_s)
         _log.warning("engine %d moves from %s to %s", engine, before, self._name_nodes(ranks))
+        return await self._start_in_slots(engine)
+
+    async def _start_in_slots(self, engine: int) -> EngineAddress:
+        """Start an engine in processes that have no worker yet; see _start_again."""
+        ranks = self._list_servers()[engine]
+        timeout_s = self._startup_timeout_s
+        for rank in ranks:
+            await self._group.find_node(rank, timeout_s)
         points, gpu_ids = [], []
         if len(ranks) > 1:
             points = await self._group.ask_meeting_points(ranks, timeout_s)

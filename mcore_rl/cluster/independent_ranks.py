@@ -5,11 +5,12 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import ray
 
-from mcore_rl.cluster.answers import Answers, RankDiedError
+from mcore_rl.cluster.answers import Answers, Rank, RankDiedError
 from mcore_rl.cluster.group import RankGroup, name_nodes, start_actor
 from mcore_rl.planning.slots import Slot
 
@@ -18,6 +19,15 @@ _POLL_S = 0.2
 
 class IndependentRanks(RankGroup):
     """Ranks that do not wait for one another: the failure of one leaves the others as they are."""
+
+    def add_ranks(self, slots: Sequence[Slot], log_dir: Path) -> None:
+        """Start the processes of further ranks, numbered after the others."""
+        for slot in slots:
+            k = len(self.ranks)
+            rank = Rank(self.role, k, log_dir / f"{self.role}_rank{k}.log")
+            actor = start_actor(rank, slot, None, threads=1)
+            self._actors.append(actor)
+            self.ranks.append(rank.name_process(slot.node, actor.pid.remote()))
 
     def replace_ranks(self, ranks: Mapping[int, Slot]) -> None:
         """Start processes in place of those of some ranks, which are killed if they still live."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.engines import EngineGroup
@@ -20,7 +22,12 @@ from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import list_alive_nodes
-from mcore_rl.cluster.placement import report_placement, reserve_in_ray
+from mcore_rl.cluster.placement import (
+    find_gpus_per_node,
+    report_placement,
+    reserve,
+    reserve_in_ray,
+)
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
@@ -39,9 +46,9 @@ from mcore_rl.config import (
 )
 from mcore_rl.config.deadlines import Deadlines, limit_batch, limit_stopped
 from mcore_rl.config.upstream.values import server_arguments
-from mcore_rl.planning.bundles import RunSize
+from mcore_rl.planning.bundles import RunSize, plan_run
 from mcore_rl.planning.recipe_models import make_critic_training
-from mcore_rl.planning.slots import RunSlots
+from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -55,6 +62,8 @@ from mcore_rl.workers.collector_worker import CollectorSpec
 from mcore_rl.workers.model_worker import ModelSpec
 
 _log = logging.getLogger(__name__)
+MORE_ROOM_S = 10.0
+"""How long Ray may take to find room for an engine that is added."""
 
 
 Groups = tuple[TrainerGroup | None, CriticGroup | None, EngineGroup | None, CollectorGroup | None]
@@ -166,6 +175,33 @@ class RunProcesses:
         self._engines.start_build(specs, startup_s, max_restarts, gpu_ids, stopped_s)
         return self._engines
 
+    @property
+    def are_engines_colocated(self) -> bool:
+        """Whether engines share the GPUs of the trainer's ranks."""
+        return self._config.cluster.colocated
+
+    def reserve_engine(self) -> list[Slot]:
+        """Reserve room for one more engine. Raises ValueError if the cluster has too little."""
+        config = self._config
+        if self.are_engines_colocated:
+            raise ValueError(
+                "cluster.colocated=true: engines share the GPUs of the trainer's ranks; none can be"
+                " added"
+            )
+        size = RunSize.make(config, "train")
+        plan = plan_run(size, config.rollout, config.cluster, find_gpus_per_node()).engines[0]
+        try:
+            [slots] = reserve([plan], MORE_ROOM_S, spread=[0])
+        except ValueError:
+            needed = " and ".join(f"{num:g} {kind}" for kind, num in plan[0].items())
+            free = ray.available_resources()
+            have = " and ".join(f"{free.get(kind, 0):g} {kind}" for kind in plan[0])
+            raise ValueError(
+                f"no room for one more engine: it needs {needed} on {len(plan)} nodes, and Ray has"
+                f" {have} free"
+            ) from None
+        return slots
+
     def start_colocated_served(self, role: str) -> list[str]:
         """Start a served model on the trainer ranks' GPUs; return its urls once it is healthy."""
         return self.served_engines.start_colocated(role, self._list_trainer_gpus())
@@ -256,11 +292,9 @@ def run_processes(
         trainer, critic = _start_models(config.run, config.profile, slots, log_dir)
         engines = None
         if size.engines:
-            engines = EngineGroup(
-                *(slots.engines, log_dir, timeout_s),
-                min_engines=config.rollout.min_engines,
-                moves=not config.cluster.colocated,
-            )
+            least = config.rollout.min_engines
+            apart = not config.cluster.colocated
+            engines = EngineGroup(slots.engines, log_dir, timeout_s, min_engines=least, moves=apart)
         collectors = None
         if collector is not None:
             served = config.served_groups.values()

@@ -101,7 +101,8 @@ class RolloutConfig(EnginesConfig, group="rollout"):
     """How often each engine's server and each collector is restarted in an hour; 0: its death ends
     the run."""
     min_engines: int = bounded(1, ge=1)
-    """Engines that must be left for a run to go on when engines are lost with their nodes."""
+    """Engines that must be left for a run to go on when engines are lost with their nodes and no
+    other node has room for them, or when engines are drained."""
     store_gib: float = bounded(0.0, ge=0)
     """Memory of each node for samples, as sampled, before further ones go to files; 0: no bound
     (mcore-rl plan says what they take at most)."""

@@ -124,6 +124,8 @@ class EngineHealth:
         self._version = FIRST
         self._joined: dict[str, JoinedEngine] = {}
         self._left: list[str] = []
+        self.draining: set[str] = set()
+        """Urls of engines that get no further requests, and leave."""
         self.num_coming = 0
         """Engines that are being started elsewhere, and have no address yet."""
         self.num_changes = 0
@@ -193,6 +195,17 @@ class EngineHealth:
         self._left.append(url)
         self._note_change()
 
+    @contextmanager
+    def drain(self, url: str) -> Iterator[None]:
+        """Give an engine no further requests within the block; it serves again if it stays."""
+        self.draining.add(url)
+        self._why_out[url] = "it is being drained"
+        self._note_change()
+        try:
+            yield
+        finally:
+            self.draining.discard(url)
+
     def take_left(self) -> list[str]:
         """Return the urls of the engines that left since the last call."""
         left, self._left = self._left, []
@@ -257,7 +270,7 @@ class EngineHealth:
         """
         self._version = version
         for url, previous in self._why_out.items():
-            if url in urls:
+            if url in urls and url not in self.draining:
                 self._why_out[url] = ""
                 if previous:
                     _log.info("engine %s serves again", url)

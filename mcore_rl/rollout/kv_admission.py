@@ -24,20 +24,33 @@ async def ask_free_kv(http: aiohttp.ClientSession, engine: EngineAddress) -> flo
     Requests that wait in the engine count with their tokens, and with as many to come as the
     running ones have on average. None: it does not tell.
     """
-    timeout = aiohttp.ClientTimeout(_ASK_S)
-    url = f"{engine.url}/v1/loads?include=core"
-    headers = user_headers(engine.keys)
     try:
-        async with http.get(url, headers=headers, timeout=timeout) as response:
-            response.raise_for_status()
-            loads = (await response.json())["loads"]
-            return max(0.0, 1.0 - max(map(_compute_taken, loads)))
+        return max(0.0, 1.0 - max(map(_compute_taken, await _ask_loads(http, engine))))
     except (aiohttp.ClientError, TimeoutError, ArithmeticError, LookupError) as error:
         _log.debug("%s does not tell its load: %r", engine, error)
         return None
     except (TypeError, ValueError) as error:
         _log.debug("%s tells no load that can be read: %r", engine, error)
         return None
+
+
+async def count_requests(http: aiohttp.ClientSession, engine: EngineAddress) -> int | None:
+    """Return the requests that run or wait in an engine; None: it does not tell."""
+    try:
+        loads = await _ask_loads(http, engine)
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+    except (aiohttp.ClientError, TimeoutError, LookupError, TypeError, ValueError) as error:
+        _log.debug("%s does not tell its requests: %r", engine, error)
+        return None
+
+
+async def _ask_loads(http: aiohttp.ClientSession, engine: EngineAddress) -> list[Mapping[str, int]]:
+    """Return the load of each data-parallel rank of an engine."""
+    timeout = aiohttp.ClientTimeout(_ASK_S)
+    url = f"{engine.url}/v1/loads?include=core"
+    async with http.get(url, headers=user_headers(engine.keys), timeout=timeout) as response:
+        response.raise_for_status()
+        return (await response.json())["loads"]
 
 
 def _compute_taken(load: Mapping[str, int]) -> float:

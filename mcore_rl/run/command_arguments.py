@@ -17,6 +17,7 @@ from mcore_rl.checks.inputs import (
 )
 from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
+from mcore_rl.process.command_line import CommandParser
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
 from mcore_rl.process.signals import watch_for_stop_requests
@@ -31,6 +32,11 @@ Forks = Callable[[], AbstractContextManager[None]]
 """Within its block, processes of one kind are forked from a process that has their imports."""
 Merge = Callable[[Path, Path, Path], object]
 """See run.serving.Merge."""
+ENGINE_ACTIONS = {
+    "list": "show the engines of a run under way",
+    "add": "start one more engine, where the run's Ray has room",
+    "drain": "take an engine out, once its requests have ended",
+}
 
 
 @dataclass(frozen=True)
@@ -214,6 +220,27 @@ def _balance(args: argparse.Namespace) -> None:
         raise RuntimeError(
             f"the books of {args.run_dir} do not balance: {balance.num_imbalances} imbalances"
         )
+
+
+def add_engines_arguments(command: argparse.ArgumentParser) -> None:
+    """Add what to do, the folder of a run, and for `drain` an engine's number."""
+    actions = command.add_subparsers(required=True, metavar="action", parser_class=CommandParser)
+    for do, text in ENGINE_ACTIONS.items():
+        action = actions.add_parser(do, help=text, description=text)
+        action.add_argument("run_dir", type=Path, help="folder of a run of `mcore-rl train`")
+        if do == "drain":
+            action.add_argument("engine", type=int, help="its number, as `list` shows it")
+        action.add_argument(
+            "--timeout-s", type=float, default=3600.0, metavar="S", help="(%(default)s)"
+        )
+        action.set_defaults(run=_order_engines, do=do)
+
+
+def _order_engines(args: argparse.Namespace) -> None:
+    from mcore_rl.process.orders import give_order
+
+    words = {"do": args.do} | ({"engine": args.engine} if args.do == "drain" else {})
+    print(give_order(args.run_dir, words, args.timeout_s))
 
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:

@@ -133,6 +133,7 @@ def test_two_collectors_compute_advantages_of_the_tokens_that_they_hold(
 ) -> None:
     """No call brings a token of one to the other, and advantages are normalized over both."""
     run, group = two_collectors.run, two_collectors.group
+    assert [group.find_home(engine) for engine in range(4)] == [0, 1, 0, 1], "two are added later"
     samples = two_collectors.sample(4)
     batch = make_stored_batch(samples)
     parts = cut_by_prompts(batch, samples, PART_TOKENS)

@@ -50,6 +50,7 @@ def test_the_others_answer_when_one_died_and_it_can_be_built_anew(tmp_path: Path
         assert isinstance(answers[1], RankDiedError) and answers[1].ranks == (1,)
         assert str(answers[1]).startswith("adder rank 1 died")
         group.call_living([0, 1, 2], "close", deadline_s=60.0)
+        asyncio.run(group.wait_for_process(1, 60.0))
         asyncio.run(group.build_one(1, Adder, (40,), 60.0))
         assert died_during(group, [1], 2, []) == {1: 42}
         with pytest.raises(RankError, match="ValueError: second=-1 is negative"):

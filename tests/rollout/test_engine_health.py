@@ -68,3 +68,13 @@ def test_an_engine_that_moved_leaves_its_address_and_waits_at_another_for_a_sync
     other.follow(health.rotation)
     assert other.serving == [A, "http://c:3"] and other.version == 3
     assert other.num_changes == 2, "it joined and the first one left, once"
+
+
+def test_an_engine_that_is_drained_serves_no_more_whatever_a_sync_says() -> None:
+    health = EngineHealth([A, B])
+    with health.drain(B):
+        assert health.serving == [A] and health.why_out(B) == "it is being drained"
+        health.set_serving([A, B], {})
+        assert health.serving == [A] and health.why_out(B) == "it is being drained"
+    health.set_serving([A, B], {})
+    assert health.serving == [A, B], "it stayed after all"

@@ -41,9 +41,12 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.bundles import plan_engine, plan_ranks, plan_served
+from mcore_rl.planning.slots import Slot
+from mcore_rl.process.http import open_session
 from mcore_rl.rewards.model_scorers import JudgeScorer, RewardModelScorer
 from mcore_rl.rewards.scorer import Scorer
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
+from mcore_rl.rollout.kv_admission import count_requests
 from mcore_rl.rollout.served_models import ServedClient, find_endpoint
 from mcore_rl.tasks.arithmetic import prepare_arithmetic
 from mcore_rl.types import LogprobOptions, Prompt, Sample, TrainBatch, VersionSpan, WeightVersion
@@ -77,7 +80,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """
     folder = tmp_path_factory.mktemp("run")
     prepare_arithmetic(folder / "data")
-    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=2):
+    with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
         write_reward_model("qwen3", folder / "reward_model")
         paths = {"judge": folder / "hf", "reward_model": folder / "reward_model"}
         beside = {role: replace(BESIDE, path=str(path)) for role, path in paths.items()}
@@ -283,6 +286,43 @@ def test_an_engine_whose_worker_is_lost_is_started_where_there_is_room(run: Run)
     assert health.take_left() == [run.address.url] and health.num_coming == 0
     assert health.serving == [], "it has the weights of its folder"
     assert run.engines.server_pids() != before
+
+
+def test_engines_are_added_and_taken_out(run: Run) -> None:
+    engines, health = run.engines, run.engines.health
+    reserved = []
+
+    def reserve_one() -> list[Slot]:
+        [slots] = reserve([plan_engine(1, 0.4, 0)], timeout_s=20)
+        reserved.append(slots)
+        return slots
+
+    async def count(engine: EngineAddress) -> int | None:
+        async with open_session(20.0) as http:
+            return await count_requests(http, engine)
+
+    async def change() -> list[int]:
+        first = health.states[0].url
+        health.set_serving([first], {})
+        with pytest.raises(ValueError, match=r"without engine 0, 0 engines would serve, fewer"):
+            await engines.drain(0, count, 60.0)
+        with pytest.raises(ValueError, match=r"there is no engine 7: the run has \[0\]"):
+            await engines.drain(7, count, 60.0)
+        added = await engines.add(reserve_one)
+        assert added.number == 1 and health.serving == [first]
+        assert [row[0] for row in engines.describe()] == [0, 1]
+        assert "no weights" in engines.describe()[1][3]
+        health.set_serving([first, added.url], {})
+        assert await count(added) == 0
+        await engines.drain(1, count, 60.0)
+        assert health.serving == [first] and [row[0] for row in engines.describe()] == [0]
+        again = await engines.add(reserve_one)
+        await engines.look()
+        assert health.why_out(added.url) == "it has left"
+        await engines.drain(again.number, count, 60.0)
+        return [again.number, len(reserved)]
+
+    assert asyncio.run(change()) == [2, 1], "it takes the place of the one before"
 
 
 def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(run: Run) -> None:

@@ -120,9 +120,15 @@ class EngineSync:
             self._memory.prepare_rollout()
             serving = self._watched(self._admit(holding, reasons, checked))
             if serving:
-                num_failed = float(len(self._health.states) - len(serving))
+                num_failed = float(self._count_failed(serving))
                 return {**report.metrics(), **checked.metrics(), "sync/engines_failed": num_failed}
             self._watched(self._expect_another(checked))
+
+    def _count_failed(self, serving: Sequence[str]) -> int:
+        """Return how many engines lack the weights, without those that just came or are leaving."""
+        joined = self._health.rotation.joined
+        urls = {state.url for state in self._health.states} - self._health.draining
+        return sum(url in self._linked or url not in joined for url in urls - set(serving))
 
     def forget_links(self) -> None:
         """Have the next sync link all engines anew, as the trainer's ranks are others."""

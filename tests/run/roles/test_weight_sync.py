@@ -287,6 +287,25 @@ def test_an_engine_that_moves_is_waited_for_linked_anew_and_checked(stage: Stage
     assert metrics["sync/engines_failed"] == 0.0 and stage.links.linked == (second,)
 
 
+def test_engines_that_come_or_go_have_not_failed(stage: Stage) -> None:
+    stage.weights.sync_first(FIRST, PROBE)
+    first, second = stage.urls
+    sync = stage.links.sync
+
+    async def sync_while_one_joins(*args: Any) -> Any:
+        stage.health.join(JoinedEngine(EngineAddress("http://new", ""), home=0), "it is new")
+        return await sync(*args)
+
+    stage.links.sync = sync_while_one_joins  # type: ignore[method-assign]
+    with stage.health.drain(second):
+        metrics = stage.weights.sync_first(WeightVersion(1), PROBE)
+    assert stage.health.serving == [first] and metrics["sync/engines_failed"] == 0.0
+    stage.links.sync = sync  # type: ignore[method-assign]
+    stage.links.unreachable = {"http://new"}
+    metrics = stage.weights.sync_first(WeightVersion(2), PROBE)
+    assert stage.health.serving == [first, second] and metrics["sync/engines_failed"] == 1.0
+
+
 def test_nothing_is_waited_for_once_no_engine_is_coming(stage: Stage) -> None:
     stage.weights.sync_first(FIRST, PROBE)
     for url in stage.urls:
