@@ -29,6 +29,10 @@ _log = logging.getLogger(__name__)
 CountRequests = Callable[[EngineAddress], Awaitable[int | None]]
 IDLE_LOOKS = 3
 """After so many looks without a request an engine is drained: one may have been on its way."""
+MOVES = 3
+"""How often the start of an engine is tried that moves."""
+NODE_LOSS_SHOWS_S = 5.0
+"""How long after the processes of a node died Ray may still take it for alive."""
 ROOM_POLL_S = 10.0
 """How often to look for room for an engine whose node is lost, once there was none."""
 
@@ -313,13 +317,27 @@ class EngineGroup:
                 await asyncio.sleep(ROOM_POLL_S)
             self.health.num_coming += 1
         try:
-            address = await self._start_again(engine)
+            address = await self._try_again(engine)
         except RankError as failed:
             self._go_on_without(engine, failed, f", as it did not start elsewhere: {failed}")
         else:
             self._let_join(engine, address)
         finally:
             self.health.num_coming -= 1
+
+    async def _try_again(self, engine: int) -> EngineAddress:
+        """Start an engine in its slots, again if they turn out to be on a lost node, too.
+
+        Ray knows of the loss of a node a moment after its processes died.
+        """
+        for _ in range(MOVES - 1):
+            try:
+                return await self._start_again(engine)
+            except RankDiedError as died:
+                _log.warning("%s; engine %d moves once more", died, engine)
+            await asyncio.sleep(NODE_LOSS_SHOWS_S)
+            await find_room(self._slots[engine], ROOM_S)
+        return await self._start_again(engine)
 
     async def _start_again(self, engine: int) -> EngineAddress:
         """Start an engine in its slots; return its address once it is healthy. Raises RankError."""

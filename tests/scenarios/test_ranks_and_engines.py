@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -263,9 +264,13 @@ def ask(url: str) -> str:
 
 def find_worker(name: str) -> psutil.Process:
     """Return the process that Ray titled so."""
-    children = psutil.Process().children(recursive=True)
-    [found] = [child for child in children if child.cmdline()[:1] == [f"ray::{name}"]]
-    return found
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # one that has ended
+            if child.cmdline()[:1] == [f"ray::{name}"]:
+                found.append(child)
+    [worker] = found
+    return worker
 
 
 def test_an_engine_whose_worker_is_lost_is_started_where_there_is_room(run: Run) -> None:
