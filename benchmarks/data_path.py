@@ -248,7 +248,7 @@ def by_stores(
     counted = [CountedCalls(calls) for calls in collectors.list_calls()]
     pool = CollectorPool(
         counted,
-        collectors.engines_per_collector,
+        collectors.engines_of,
         EngineHealth([engine.url for engine in engines]),
         rollout.max_concurrency,
     )

@@ -55,7 +55,8 @@ def routed(way: str) -> Iterator[None]:
         return next(turns.setdefault(id(thing), itertools.cycle(range(num))))
 
     def pick(engines: EngineSet, *_: object) -> EngineLoad:
-        return engines.own[in_turn(engines, len(engines.own))]
+        own = engines.list_own()
+        return own[in_turn(engines, len(own))]
 
     def least(loads: LeastLoaded) -> int:
         return in_turn(loads, len(loads._loads))

@@ -1,4 +1,4 @@
-"""What newcomers get wrong is told at once: before torch is imported, within two seconds of CPU.
+"""Mistakes of newcomers are told at once: before torch is imported, within two seconds of CPU.
 
 Each message names the value, its place, and what to do instead.
 """

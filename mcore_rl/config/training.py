@@ -175,15 +175,10 @@ class LoraConfig(Options):
     """Folder of an adapter in PEFT's format to start from, of this rank, alpha and targets; empty:
     A is random and B is 0."""
     sync: Literal["auto", "factors", "merged"] = "auto"
-    """What travels to engines. factors: A and B, which engines merge into weights that they keep;
-    merged: all weights, as without factors; auto: factors with rollout.stage_weights=true."""
+    """Tensors that travel to engines. factors: A and B, which engines merge into weights that they
+    keep; merged: all weights, as without factors; auto: factors with rollout.stage_weights=true."""
     engine_base: Literal["host", "gpu"] = "host"
     """Where engines keep the weights that they merge factors into."""
-
-    def sends_factors(self, stages_weights: bool) -> bool:
-        """Return whether engines get factors and merge them. `stages_weights`: of the rollout."""
-        wanted = self.sync == "factors" or (self.sync == "auto" and stages_weights)
-        return bool(self.rank) and wanted
 
 
 @dataclass

@@ -15,6 +15,7 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.lora.facts import sends_factors
 from mcore_rl.weights.lora.targets import is_adapted, list_linears, list_matrices
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
@@ -110,7 +111,7 @@ def count_merged(
     names   the adapted matrices, if the caller knows them
     """
     lora = run.train.lora
-    if not lora.sends_factors(run.rollout.stage_weights):
+    if not sends_factors(lora, run.rollout.stage_weights):
         return MergedSize(0, 0)
     adapted = list_adapted(run) if names is None else names
     base = factors = 0
@@ -130,7 +131,7 @@ def list_adapted(run: PlannedRun) -> frozenset[str]:
 def explain_engines(run: PlannedRun) -> str:
     """Return a sentence about what engines keep to merge factors; "" if they get all weights."""
     lora = run.train.lora
-    if not lora.sends_factors(run.rollout.stage_weights):
+    if not sends_factors(lora, run.rollout.stage_weights):
         return ""
     names = list_adapted(run)
     deployment = make_deployment(run)

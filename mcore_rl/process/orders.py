@@ -27,7 +27,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Order:
-    """What a command is asked to do."""
+    """Asks a command to do something; `words` say what."""
 
     id: str
     words: Mapping[str, Any]

@@ -127,8 +127,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
             stopping = handle_stops(config.run.grace_s)
-            asked = processes, config.rollout.request_timeout_s
-            ordering = take_engine_orders(folder.path, started.engines, *asked)
+            ordering = take_engine_orders(run, config.rollout.request_timeout_s)
             with books, log, sample_in_background(*sampling) as background, ordering, stopping:
                 roles = Roles(
                     prompts=booked,

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mcore_rl.cluster.answers import RankError
@@ -18,6 +17,7 @@ from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
 from mcore_rl.process.orders import Order, OrderDesk
 from mcore_rl.rollout.kv_admission import count_requests
+from mcore_rl.run.parts import StartedRun
 
 POLL_S = 1.0
 _log = logging.getLogger(__name__)
@@ -89,14 +89,12 @@ class EngineOrders:
 
 
 @contextmanager
-def take_engine_orders(
-    run_dir: Path, engines: EngineGroup, processes: RunProcesses, request_timeout_s: float
-) -> Iterator[None]:
+def take_engine_orders(run: StartedRun, request_timeout_s: float) -> Iterator[None]:
     """Carry out orders for the block."""
-    desk = OrderDesk(run_dir)
-    orders = EngineOrders(desk, engines, processes, request_timeout_s)
+    desk = OrderDesk(run.folder.path)
+    orders = EngineOrders(desk, run.started.engines, run.processes, request_timeout_s)
     with desk.open():
-        serving = processes.event_loop.start(orders.serve())
+        serving = run.processes.event_loop.start(orders.serve())
         try:
             yield
         finally:

@@ -21,7 +21,6 @@ from mcore_rl.config import (
     CriticConfig,
     DriftConfig,
     LogConfig,
-    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -77,13 +76,11 @@ from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.types import WeightVersion
-from mcore_rl.weight_sync.controller.factor_sync import FactorOptions
+from mcore_rl.weight_sync.controller.factor_sync import FactorOptions, choose_factors
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
-from mcore_rl.weights.lora.base import find_base_sum
-from mcore_rl.weights.lora.facts import AdapterFacts
 from mcore_rl.weights.models.value_head import add_value_head
 
 _log = logging.getLogger(__name__)
@@ -230,21 +227,6 @@ def make_sync(
         *(links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus),
         count_steps=lambda: trainer.num_steps,
     )
-
-
-def choose_factors(
-    lora: LoraConfig, model: ModelConfig, rollout: RolloutConfig, policy: ModelFacts, seed: int
-) -> FactorOptions | None:
-    """Return what engines that merge low-rank factors are linked for; None: they get all weights.
-
-    Reads as little of the model directory as `find_base_sum`.
-    """
-    if not lora.sends_factors(rollout.stage_weights):
-        return None
-    base = find_base_sum(model.init, policy, seed)
-    facts = AdapterFacts.make(lora, policy.config, base, model.path)
-    stamp, on_gpu = facts.make_stamp(policy.config), lora.engine_base == "gpu"
-    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts)
 
 
 def make_links(

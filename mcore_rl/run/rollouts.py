@@ -118,7 +118,7 @@ class Rollouts:
 
         Files are spread over the stores, as there may be fewer now.
         """
-        num_stores = len(self._collectors.engines_per_collector)
+        num_stores = len(self._collectors.engines_of)
         store = zlib.crc32(file.name.encode()) % num_stores
         leases = {number: self.client.adopt(store) for number in numbers}
         places = {number: lease.group for number, lease in leases.items()}

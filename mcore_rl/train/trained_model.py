@@ -40,7 +40,7 @@ from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.sparse.choices import KeyChoices
-from mcore_rl.train.sparse.indexer import freeze_indexers, set_indexers_apart
+from mcore_rl.train.sparse.indexer import choose_indexers
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -94,10 +94,7 @@ class TrainedModel:
         if train.freeze_router:
             self._routing.freeze()
         self._keys = KeyChoices.from_config(self._config, train.indexer_loss)
-        if train.indexer_loss:
-            set_indexers_apart(chunks)
-        else:
-            freeze_indexers(chunks)
+        choose_indexers(chunks, are_trained=train.indexer_loss > 0)
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.from_config(self.hf_config)
@@ -114,10 +111,8 @@ class TrainedModel:
             self.chunks, self.optimizer, self._memory, has_factors=self._adapter is not None
         )
         adapter = self._adapter.facts if self._adapter else None
-        self._checkpointer = Checkpointer(
-            TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter),
-            self._memory.readable,
-        )
+        state = TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter)
+        self._checkpointer = Checkpointer(state, self._memory.readable)
 
     def _make_config(self, stored: ModelFacts) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
@@ -299,9 +294,7 @@ class TrainedModel:
         forget_peak()
         self._checkpointer.maybe_finish()
         failed = self.take_failed_saves()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self._forget_gradients()
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
         reports, records = self._run(
@@ -313,7 +306,7 @@ class TrainedModel:
         self.step += 1
         router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
         work = {**self._work(batches), **(self._keys.reduce(num_tokens) if self._keys else {})}
-        memory = peak_memory()
+        work |= peak_memory()
         if not is_on_last_stage():
             return None
         sums = [
@@ -325,11 +318,16 @@ class TrainedModel:
             return None
         if update.has_bad_loss and math.isfinite(loss):
             loss = math.nan  # that of another rank
-        skipped = {"train/skipped_share": float(not update.is_taken)}
+        work["train/skipped_share"] = float(not update.is_taken)
         if update.apart_norm is not None:
             work["indexer/grad_norm"] = update.apart_norm
-        of_step = {**metrics, **router, **memory, **work, **skipped}
-        return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
+        metrics = metrics | router | work
+        return StepStats(loss, update.grad_norm, rate, num_tokens, metrics, failed)
+
+    def _forget_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord

@@ -61,7 +61,7 @@ class Link:
     `engine`. If empty, trainer ranks send.
     """
     content: Content = "weights"
-    """What travels over the link."""
+    """Kind of the tensors that travel over the link."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):

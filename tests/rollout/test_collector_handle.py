@@ -27,7 +27,7 @@ async def lose_while_sampling(scene: CollectorScene, *lost: int) -> tuple[list[S
             await asyncio.sleep(0.01)
         for k in lost:
             await scene.collectors[k].die()
-            await scene.engines[k]._open()
+            await scene.engines[k].let_go()
         samples = await work
         while session.num_open > 0:
             await asyncio.sleep(0.01)

@@ -55,7 +55,7 @@ def test_requests_wait_while_the_engine_has_too_little_room(
             engine.free_kv = 100
             while len(engine.sampled) < 4:
                 await asyncio.sleep(0.01)
-            await engine._open()
+            await engine.let_go()
             assert len(await work) == 4
             assert session.num_waiting == 0
 
@@ -94,7 +94,7 @@ def test_requests_that_give_up_leave_the_queue(loop: EventLoop) -> None:
                 await work
             assert session.num_waiting == 0
             engine.free_kv = 100
-            await engine._open()
+            await engine.let_go()
             assert len(await session.generate(PROMPTS, 2, SAMPLING)) == 8
 
     loop.run(run())

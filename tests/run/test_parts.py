@@ -30,7 +30,6 @@ from mcore_rl.process.log_files import find_segments
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.parts import (
     StartedRun,
-    choose_factors,
     complete_saves,
     finish_run,
     load_checkpoint,
@@ -47,7 +46,7 @@ from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus, SharingCriti
 from mcore_rl.run.roles.trainer import PackedCritic, Packing, TrainSpeed
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
-from mcore_rl.weight_sync.controller.factor_sync import FactorSync
+from mcore_rl.weight_sync.controller.factor_sync import FactorSync, choose_factors
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
@@ -248,7 +247,7 @@ def test_a_recipe_without_a_teacher_has_none() -> None:
 def test_a_synchronous_run_samples_nothing_in_the_background() -> None:
     unused: Any = None
     options = SamplingOptions(RolloutConfig())
-    context = sample_in_background(options, 0, unused, 0, unused, unused, unused)
+    context = sample_in_background(options, 0, unused, 0, unused, unused, unused, "")
     assert isinstance(context, nullcontext)
 
 

@@ -203,7 +203,7 @@ def test_a_session_leaves_an_engine_with_as_many_more_requests_as_its_group_has(
             health.set_serving([engine.url, second_engine.url], {})
             later = asyncio.ensure_future(ask(turn(1)))
             await until(lambda: len(engine.sampled) + len(second_engine.sampled) > 1 + num_others)
-            await engine._open()
+            await engine.let_go()
             await asyncio.gather(later, *others)
             await ask(turn(2))
 

@@ -118,7 +118,7 @@ MOST_CHARS = 500
 """MLflow takes no longer parameter."""
 TRACED = ("reward", "parts", "advantage", "reward_error", "finish_reason", "weights", "set")
 TRACED_OF_TURN = ("tokens", "finish_reason", "reward", "parent")
-"""What a trace and its spans have as attributes."""
+"""Attributes of a trace and of its spans."""
 
 
 class MLflow:

@@ -61,16 +61,16 @@ def _adapt_core(core: ModuleSpec) -> None:
     parts.linear_weights_proj = with_float32_output(parts.linear_weights_proj)
 
 
-def freeze_indexers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Stop training the indexers; call it before DDP and the optimizer are made."""
-    for parameter in _list_parameters(chunks):
-        parameter.requires_grad_(False)
+def choose_indexers(chunks: Sequence[torch.nn.Module], *, are_trained: bool) -> None:
+    """Leave trained indexers out of the gradient's norm, and stop the training of others.
 
-
-def set_indexers_apart(chunks: Sequence[torch.nn.Module]) -> None:
-    """Leave the indexers out of the gradient's norm; call it before the optimizer is made."""
+    Call it before DDP and the optimizer are made.
+    """
     for parameter in _list_parameters(chunks):
-        setattr(parameter, GRAD_NORM_GROUP_ATTR, APART)
+        if are_trained:
+            setattr(parameter, GRAD_NORM_GROUP_ATTR, APART)
+        else:
+            parameter.requires_grad_(False)
 
 
 def _list_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Parameter]:

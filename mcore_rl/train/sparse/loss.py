@@ -28,7 +28,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class IndexerLoss:
-    """What the layers of a chunk learn and add up from a micro-batch.
+    """The loss of a chunk's layers in a micro-batch, and where its sums go.
 
     coef        the loss is multiplied by it (train.indexer_loss)
     padding_T   bool, True on padding; None without padding

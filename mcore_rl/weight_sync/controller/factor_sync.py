@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mcore_rl.config import LoraConfig, ModelConfig, RolloutConfig
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine
 from mcore_rl.weight_sync.controller.linker import EngineLinker, LinkError
 from mcore_rl.weight_sync.controller.strategy import (
@@ -28,13 +29,16 @@ from mcore_rl.weight_sync.controller.strategy import (
 from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import AdapterRequest, Report, StageRequest
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.lora.base import find_base_sum
+from mcore_rl.weights.lora.facts import AdapterFacts, sends_factors
 from mcore_rl.weights.lora.layouts import AdapterLayouts
 from mcore_rl.weights.lora.places import AdapterStamp, Content
 
 
 @dataclass(frozen=True)
 class FactorOptions:
-    """What engines are linked for.
+    """The factors that engines are linked for.
 
     stamp    of the factors that the recipe trains
     on_gpu   whether engines keep the weights below factors on their GPUs, not on the host
@@ -69,6 +73,21 @@ class _Opening:
     def fail(self, reason: str) -> None:
         for linked in (self.base, self.factors):
             linked.store.fail(reason)
+
+
+def choose_factors(
+    lora: LoraConfig, model: ModelConfig, rollout: RolloutConfig, policy: ModelFacts, seed: int
+) -> FactorOptions | None:
+    """Return what engines that merge low-rank factors are linked for; None: they get all weights.
+
+    Reads as little of the model directory as `find_base_sum`.
+    """
+    if not sends_factors(lora, rollout.stage_weights):
+        return None
+    base = find_base_sum(model.init, policy, seed)
+    facts = AdapterFacts.make(lora, policy.config, base, model.path)
+    stamp, on_gpu = facts.make_stamp(policy.config), lora.engine_base == "gpu"
+    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts)
 
 
 class FactorSync(StagedSync):

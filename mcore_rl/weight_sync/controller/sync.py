@@ -74,19 +74,17 @@ class SyncController:
 
         host       this process's address for all ranks
         timeout_s  bounds each connect and each sync
-        staged     engines receive while they decode, into memory of the size of their weights, and
-                   pause only to swap; otherwise they pause for the whole transfer and need memory
-                   for a few buckets per trainer rank
-        relay      over staged links, engines with equal layouts forward slices to one another
+        staged     engines receive while they decode, into memory for a second set of weights, and
+                   pause to swap; else they pause all the time, and need a few buckets a rank
+        relay      over staged links, engines of equal layouts forward slices to one another
         delta, pull, trace_all  as in wire.Link
         record     makes recorded layouts, so that ranks need not list their shards
         keys       the engines' keys; None if the engines have none
         verify_every  the first syncs of a link and then every so many are read back from the live
                    parameters and compared with the trainer's checksums; 0: none are
-        loaded     engines and trainer ranks loaded one checkpoint: until a version was synced, sent
-                   weights are compared with the weights that an engine loaded
-        factors    engines merge low-rank factors themselves, over staged links; None: all weights
-                   travel in each sync
+        loaded     engines and ranks loaded one checkpoint: until a version was synced, sent weights
+                   are compared with those that an engine loaded
+        factors    engines merge low-rank factors, over staged links; None: all weights travel
         """
         self._trainers = trainers
         self._host = host
@@ -100,8 +98,7 @@ class SyncController:
         self._record = record
         self._headers = admin_headers(keys)
         self._engines: dict[str, LinkedEngine] = {}
-        self._facts: Sequence[bytes] = ()
-        """Each trainer rank's, once it is known."""
+        self._facts: Sequence[bytes] = ()  # each trainer rank's, once it is known
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""

@@ -33,6 +33,15 @@ _KINDS: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
+def sends_factors(lora: LoraConfig, stages_weights: bool) -> bool:
+    """Return whether engines get factors and merge them.
+
+    stages_weights   rollout.stage_weights
+    """
+    wanted = lora.sync == "factors" or (lora.sync == "auto" and stages_weights)
+    return bool(lora.rank) and wanted
+
+
 @dataclass(frozen=True)
 class AdapterFacts:
     """Whose factors they are, and how they are added.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Content = Literal["weights", "base", "factors"]
-"""What travels to engines: a model's weights; or the weights below factors, once; or factors."""
+"""Kinds of tensors that travel to engines: weights; weights below factors, once; or factors."""
 Held = tuple[Sequence[Shard], Mapping[str, "Tensor"]]
 """(shards of HF tensors, the local tensors that hold them)"""
 FIRST, SECOND = ".A", ".B"
@@ -31,7 +31,7 @@ _NUM_WORDS = _STAMP.size // 8
 
 @dataclass(frozen=True)
 class AdapterStamp:
-    """What factors are worth nothing without; it travels with every version of them.
+    """The facts without which factors are worth nothing; they travel with every version.
 
     scale          the number that the product B A is multiplied by
     num_matrices   adapted matrices of the model

@@ -31,8 +31,8 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
                 f"train.{name}={getattr(train, name)}, but {architecture} has no experts:"
                 f" set train.{name}={str(off).lower()}"
             )
-    for name, off in {"indexer_replay": "none", "indexer_loss": 0.0}.items():
-        value = getattr(train, name)
+    replay, loss = (train.indexer_replay, "none"), (train.indexer_loss, 0.0)
+    for name, (value, off) in {"indexer_replay": replay, "indexer_loss": loss}.items():
         if value != off and "index_topk" not in family_of(config).sizes(config):
             raise ValueError(
                 f"train.{name}={value}, but {architecture} has no indexers: set train.{name}={off}"

@@ -79,7 +79,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def alone(model: ModelConfig) -> dict[str, Any]:
-    """What one process computes, by train.indexer_replay."""
+    """Results of one process, by train.indexer_replay."""
     results = run_each(run_case, 1, ALONE, model)
     return {case[2]: result for case, (result,) in zip(ALONE, results, strict=True)}
 
