@@ -1,202 +1,264 @@
-"""Trains the quickstart's model twice from one warm start: alone, and under random faults.
+"""Trains a tiny model with tools twice from one warm start: alone, and under random faults.
 
-Each fault is SIGKILL or SIGSTOP for a random process of the run, at a random moment; the next one
-comes when the run has taken a few steps since. The faults follow from --seed. The table has the
-seconds from a fault until the run has taken its next step, beyond what such a step takes in the
-run that was left alone. The last line is JSON.
+The run has every kind of process: two trainer ranks, a critic, two engines, a collector with its
+gateway, environment workers, a sandbox and a search server. Faults of all kinds (fault_run.py)
+follow from --seed; each comes at a random moment once the run has taken --every more steps. After
+each, the run is checked. A benchmark that was stopped goes on after its last fault if it is called
+again with the same --dir.
+
+Prints a table of the seconds lost by kind, and writes <dir>/faults.png; the last line is JSON.
+Seconds are lost beyond the steps that were taken meanwhile, at the run's own median step.
 """
 
 import argparse
 import json
 import random
-import signal
 import subprocess
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
-import psutil
+from matplotlib.figure import Figure
 
+from fault_run import COMMAND, VICTIMS, Fault, Struck, TrainRun, find_unavailable, strike
+from mcore_rl.logs.ledger.balance import read_balance
 from mcore_rl.logs.rows import read_rows
 
-COMMAND = (sys.executable, "-m", "mcore_rl.cli")
-VICTIMS = {
-    "trainer rank": ("ray::trainer_rank", (signal.SIGKILL, signal.SIGSTOP)),
-    "engine scheduler": ("sglang::scheduler", (signal.SIGKILL, signal.SIGSTOP)),
-    "engine server": ("mcore_rl.rollout.server", (signal.SIGKILL,)),
-    "collector": ("ray::collector_rank", (signal.SIGKILL,)),
+TOOLS = Path(__file__).with_name("fault_tools.py").absolute()
+ENGINES = ("engine scheduler", "engine server")
+RANKS = ("trainer rank", "critic rank")
+LEFT_OUT = {
+    "slow and lossy network": "tc netem is in no kernel that this was written on",
+    "clock jump": "a time namespace leaves CLOCK_REALTIME as it is",
 }
-"""Kind of process -> a word of its command line, and the signals that it may get."""
+"""Kinds of faults that this benchmark does not have, and why."""
 SETTINGS = (
+    "recipe=tiny_agent_calculator",
+    "algorithm.advantage=gae",
+    "agents.workers=2",
+    "agents.episodes_per_worker=32",
+    "agents.deadline_s=20",
+    f'agents.options.functions=["{TOOLS}:calculator"]',
+    f"agents.options.reward={TOOLS}:reward",
+    "sandbox.workers=2",
+    "rollout.engines=2",
+    "rollout.prompts_per_step=8",
+    "rollout.samples_per_prompt=4",
     "rollout.restarts=1000",
-    "run.recovery.restarts=1000",
-    "run.call_timeout_s=20",
     "rollout.request_timeout_s=20",
-    "checkpoint.every_steps=20",
+    "reward.max_failed_share=1",
+    "run.recovery.restarts=1000",
+    "run.call_timeout_s=40",
+    "checkpoint.every_steps=5",
+    "checkpoint.on_error=continue",
+    "checkpoint.export_hf=false",
+    "eval.every_steps=0",
+    "eval.max_prompts=64",
 )
-POLL_S = 0.02
-STEP_TIMEOUT_S = 180.0
-"""A run that takes no step for so long after a fault hangs."""
-
-
-class Fault(NamedTuple):
-    """A fault, and the seconds until the run's next two steps."""
-
-    kind: str
-    signal: str
-    step: int
-    seconds: float
-
-
-class HangError(RuntimeError):
-    """A run took no step after a fault."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", type=Path, default=Path("runs/faults"))
-    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--every", type=int, default=5, help="steps from one fault to the next")
+    parser.add_argument("--alone", type=int, default=20, help="steps of the run left alone")
+    parser.add_argument("--sft", type=int, default=500, help="steps of the warm start")
+    parser.add_argument("--kinds", default="", help="processes, by comma; default: all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    settings = make_warm_start(args.dir, args.steps)
-    alone = train(args.dir / "alone", settings)
-    disturbed = train(args.dir / "disturbed", settings, draw(args.seed, args.faults, args.steps))
-    print(make_table(disturbed["faults"], alone["step_s"]))
-    ranks = [lost_s(f, alone["step_s"]) for f in disturbed["faults"] if f.kind == "trainer rank"]
-    engines = [lost_s(f, alone["step_s"]) for f in disturbed["faults"] if "engine" in f.kind]
+    folder: Path = args.dir.absolute()
+    unavailable = find_unavailable()
+    kinds = [kind for kind in args.kinds.split(",") if kind] or sorted(VICTIMS)
+    faults = draw(args.seed, args.faults, kinds, unavailable)
+    settings = make_warm_start(folder, args.sft)
+    alone = train_alone(folder / "alone", settings, args.alone)
+    num_steps = 10 + args.faults * (args.every + 3)
+    rows = disturb(TrainRun(folder / "disturbed", settings), faults, args.every, num_steps)
+    step_s = measure_step(folder / "disturbed")
+    print(make_table(rows, step_s))
+    plot(rows, step_s, folder / "faults.png")
+    figures = summarize(rows, step_s, alone)
     print(
         json.dumps(
-            {
-                "steps": args.steps,
-                "faults": len(disturbed["faults"]),
-                "times_as_long": round(disturbed["seconds"] / alone["seconds"], 2),
-                "effective": round(alone["seconds"] / disturbed["seconds"], 2),
-                "median_rank_s": round(median(ranks), 1) if ranks else None,
-                "median_engine_s": round(median(engines), 1) if engines else None,
-                "accuracy_alone": alone["accuracy"],
-                "accuracy_disturbed": disturbed["accuracy"],
-                "left_processes": disturbed["left"],
-            }
+            {**figures, **read_end(folder / "disturbed"), "left_out": LEFT_OUT | unavailable}
         )
     )
 
 
+def draw(
+    seed: int, num_faults: int, kinds: Sequence[str], unavailable: Mapping[str, str]
+) -> list[Fault]:
+    """Return the faults in order: each kind of process once, then each again, in random orders."""
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    while len(faults) < num_faults:
+        for kind in rng.sample(kinds, len(kinds)):
+            how = rng.choice([how for how in VICTIMS[kind].faults if how not in unavailable])
+            faults.append(Fault(len(faults), kind, how, rng.uniform(0.0, 3.0)))
+    return faults[:num_faults]
+
+
 def make_warm_start(folder: Path, num_steps: int) -> list[str]:
-    """Make the quickstart's data and warm start unless they are there; return a run's settings."""
-    data, warm = folder / "data", folder / "warm_start"
+    """Make data, index and warm start unless they are there; return a run's settings."""
+    data, warm, search = folder / "data", folder / "warm_start", folder / "search"
+    if not (data / "model").is_dir():
+        run_quietly("data", "calculator", "--out", str(data))
+    if not (search / "index").is_dir():
+        run_quietly("data", "search", "--out", str(search))
+        corpus, index = str(search / "corpus.jsonl"), str(search / "index")
+        run_quietly("search", "build", "--corpus", corpus, "--out", index)
     if not (warm / "hf").is_dir():
-        run_quietly("data", "arithmetic", "--out", str(data))
         shared = [f"model.path={data / 'model'}", f"sft.data=[{data / 'sft.parquet'}]"]
-        run_quietly("sft", "recipe=tiny_moe_grpo", "model.init=random", *shared, f"run.dir={warm}")
+        sized = ["model.init=random", f"sft.steps={num_steps}", f"run.dir={warm}"]
+        run_quietly("sft", "recipe=tiny_agent_calculator", *shared, *sized)
     return [
-        "recipe=tiny_moe_grpo",
+        *SETTINGS,
         f"model.path={warm / 'hf'}",
         f"data.train=[{data / 'train.parquet'}]",
         f"eval.data=[{data / 'heldout.parquet'}]",
-        f"run.steps={num_steps}",
-        *SETTINGS,
+        f"search.index={search / 'index'}",
     ]
 
 
 def run_quietly(*arguments: str) -> None:
-    subprocess.run((*COMMAND, *arguments), check=True, stdout=subprocess.DEVNULL, timeout=1200)
+    subprocess.run((*COMMAND, *arguments), check=True, stdout=subprocess.DEVNULL, timeout=3600)
 
 
-def draw(seed: int, num_faults: int, num_steps: int) -> list[tuple[int, float, str, int]]:
-    """Return (step, seconds into it, kind of process, signal) of each fault, in order."""
-    rng = random.Random(seed)
-    gap = max((num_steps - 2) // num_faults, 1)
-    faults = []
-    for number in range(num_faults):
-        kind = rng.choice(sorted(VICTIMS))
-        number_of_signal = rng.choice(VICTIMS[kind][1])
-        faults.append((1 + number * gap, rng.uniform(0.0, 1.0), kind, number_of_signal))
-    return faults
-
-
-def train(
-    run: Path, settings: Sequence[str], faults: Sequence[tuple[int, float, str, int]] = ()
-) -> dict[str, Any]:
-    """Run to the end, under `faults`; return its seconds, median step, accuracy and faults."""
-    with (run.parent / f"{run.name}.log").open("w") as log:
-        process = psutil.Popen((*COMMAND, "train", *settings, f"run.dir={run}"), stdout=log)
-        seen: set[psutil.Process] = set()
-        struck = [strike(process, run, fault, seen) for fault in faults]
-        while process.poll() is None:
-            seen |= set(process.children(recursive=True))
-            time.sleep(1.0)
-    if process.returncode != 0:
-        raise RuntimeError(f"{run} ended with status {process.returncode}: see {run.parent}")
-    rows = [row for row in read_rows(run / "metrics.jsonl") if "loss/total" in row]
-    summary = json.loads((run / "summary.json").read_text())
+def train_alone(folder: Path, settings: Sequence[str], num_steps: int) -> dict[str, float]:
+    """Return seconds of a step and the last accuracy of a run without a fault."""
+    run = TrainRun(folder, [*settings, f"run.steps={num_steps}"])
+    run.start()
+    assert run.process is not None
+    if run.process.wait(3600) != 0:
+        raise RuntimeError(f"the run without a fault failed: {run.tail()}")
     return {
-        "seconds": rows[-1]["timestamp"] - rows[0]["timestamp"],
-        "step_s": median(row["time/step"] for row in rows),
-        "accuracy": summary["final_accuracy"],
-        "faults": struck,
-        "left": sum(is_alive(p) for p in seen),
+        "step_s": measure_step(folder),
+        "accuracy": json.loads((folder / "summary.json").read_text())["final_accuracy"],
     }
 
 
-def strike(
-    process: psutil.Popen, run: Path, fault: tuple[int, float, str, int], seen: set[psutil.Process]
-) -> Fault:
-    """Wait for the step of a fault, signal a process, and wait until two more steps are taken."""
-    step, delay_s, kind, number = fault
-    wait_for_step(process, run, step)
-    time.sleep(delay_s)
-    children = process.children(recursive=True)
-    seen |= set(children)
-    word = VICTIMS[kind][0]
-    victims = [p for p in children if is_alive(p) and word in " ".join(p.cmdline())]
-    began_s = time.monotonic()
-    if victims:
-        random.Random(step).choice(victims).send_signal(number)
-    taken = count_steps(run)
-    wait_for_step(process, run, taken + 2)  # the step under way may not need the process
-    return Fault(kind, signal.Signals(number).name, step, time.monotonic() - began_s)
+def measure_step(folder: Path) -> float:
+    """Return the seconds from one step of a run to the next, most of which no fault disturbs.
+
+    Of a disturbed run that is the step of a machine that other work slows down at that time.
+    """
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
+    return median(b["timestamp"] - a["timestamp"] for a, b in pairwise(rows))
 
 
-def wait_for_step(process: psutil.Popen, run: Path, step: int) -> None:
-    until_s = time.monotonic() + STEP_TIMEOUT_S
-    while count_steps(run) < step and process.poll() is None:
-        if time.monotonic() > until_s:
-            raise HangError(f"{run} has not taken step {step} within {STEP_TIMEOUT_S:g} s")
-        time.sleep(POLL_S)
+def disturb(run: TrainRun, faults: Sequence[Fault], every: int, num_steps: int) -> list[Struck]:
+    """Do the faults that <run>.faults.jsonl does not have yet; let the run end; return all."""
+    path = run.folder.with_suffix(".faults.jsonl")
+    rows = [Struck(**row) for row in read_rows(path)]
+    run.settings = [*run.settings, f"run.steps={num_steps}"]
+    run.start()
+    run.wait_for_step(1)
+    at_step, at_s = run.count_steps(), time.monotonic()
+    for fault in faults[len(rows) :]:
+        if not run.wait_for_step(at_step + every - 2):
+            raise RuntimeError(f"no step to disturb: {run.tail()}")
+        struck = strike(run, fault)
+        now_step, now_s = run.count_steps(), time.monotonic()
+        struck.window_s, struck.window_steps = now_s - at_s, now_step - at_step
+        at_step, at_s = now_step, now_s
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(struck)) + "\n")
+        print(json.dumps(asdict(struck)), flush=True)
+        rows.append(struck)
+    assert run.process is not None
+    if run.process.wait(3600) != 0:
+        raise RuntimeError(f"the disturbed run did not end well: {run.tail()}")
+    if left := run.end():
+        rows[-1].problems += tuple(f"left after the end: {title}" for title in left)
+    return rows
 
 
-def count_steps(run: Path) -> int:
-    path = run / "metrics.jsonl"
-    return path.read_text().count('"loss/total"') if path.exists() else 0
+def read_end(folder: Path) -> dict[str, object]:
+    balance = read_balance(folder)
+    summary = json.loads((folder / "summary.json").read_text())
+    return {
+        "accuracy": summary["final_accuracy"],
+        "books_balance": balance.holds,
+        "finished": balance.ended == "finished",
+    }
 
 
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def lost_s(row: Struck, step_s: float) -> float:
+    """Return the seconds that a fault cost, beyond those of the steps that were taken."""
+    return max(row.seconds - row.gained * step_s, 0.0)
 
 
-def lost_s(fault: Fault, step_s: float) -> float:
-    """Return the seconds that a fault cost: two steps were waited for."""
-    return max(fault.seconds - 2 * step_s, 0.0)
+def summarize(rows: Sequence[Struck], step_s: float, alone: Mapping[str, float]) -> dict[str, Any]:
+    """Return the figures of all faults; `step_s` is of the disturbed run itself."""
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        by_kind[row.kind].append(lost_s(row, step_s))
+
+    def find_median(kinds: Sequence[str]) -> float | None:
+        lost = [seconds for kind in kinds for seconds in by_kind.get(kind, [])]
+        return round(median(lost), 1) if lost else None
+
+    steps = sum(row.window_steps for row in rows)
+    seconds = sum(row.window_s for row in rows)
+    return {
+        "faults": len(rows),
+        "steps_a_fault": round(steps / len(rows), 1),
+        "step_s": round(step_s, 2),
+        "step_alone_s": round(alone["step_s"], 2),
+        "effective": round(steps * step_s / seconds, 2),
+        "median_rank_s": find_median(RANKS),
+        "median_engine_s": find_median(ENGINES),
+        "median_s": {kind: round(median(lost), 1) for kind, lost in sorted(by_kind.items())},
+        "hangs": sum(problem.startswith("hang") for row in rows for problem in row.problems),
+        "problems": [
+            f"{row.number} {row.kind} {row.how}: {problem}"
+            for row in rows
+            for problem in row.problems
+        ],
+        "accuracy_alone": alone["accuracy"],
+    }
 
 
-def make_table(faults: Sequence[Fault], step_s: float) -> str:
-    by_kind: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for fault in faults:
-        by_kind[fault.kind, fault.signal].append(lost_s(fault, step_s))
-    rows = ["| process | signal | faults | seconds lost, median | most |", "|---|---|---|---|---|"]
-    for (kind, name), seconds in sorted(by_kind.items()):
-        rows.append(
-            f"| {kind} | {name} | {len(seconds)} | {median(seconds):.1f} | {max(seconds):.1f} |"
-        )
-    return "\n".join(rows)
+def group_rows(rows: Sequence[Struck]) -> dict[tuple[str, str], list[Struck]]:
+    groups: dict[tuple[str, str], list[Struck]] = defaultdict(list)
+    for row in rows:
+        groups[row.kind, row.how].append(row)
+    return dict(sorted(groups.items()))
+
+
+def make_table(rows: Sequence[Struck], step_s: float) -> str:
+    lines = [
+        "| process | fault | times | run ended | seconds lost, median | most |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (kind, how), group in group_rows(rows).items():
+        lost = [lost_s(row, step_s) for row in group]
+        num_ended = sum(row.ended is not None for row in group)
+        figures = f"{median(lost):.1f} | {max(lost):.1f} |"
+        lines.append(f"| {kind} | {how} | {len(group)} | {num_ended} | {figures}")
+    return "\n".join(lines)
+
+
+def plot(rows: Sequence[Struck], step_s: float, path: Path) -> None:
+    """Draw the seconds that each kind of fault cost."""
+    groups = group_rows(rows)
+    figure = Figure(figsize=(7, 0.3 * len(groups) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for place, group in enumerate(groups.values()):
+        lost = [lost_s(row, step_s) for row in group]
+        axes.plot(lost, [place] * len(lost), "o", color="tab:blue", alpha=0.5)
+        axes.plot([median(lost)], [place], "|", color="black", markersize=14)
+    axes.set_yticks(range(len(groups)), [f"{kind}: {how}" for kind, how in groups])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds lost (line: median)")
+    axes.set_xlim(left=0)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
