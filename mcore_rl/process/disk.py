@@ -61,8 +61,11 @@ DELETED = ".deleted"
 """Suffix of a folder that no longer counts and is being deleted."""
 _FULL_BYTES = 1 << 20
 """A filesystem with less free space counts as full if the error names no file."""
-_NO_SPACE_TEXT = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b")
-"""How libraries without errno (safetensors, torch's file writer) report the same error."""
+_NO_SPACE_TEXT = re.compile(
+    r"[Nn]o space left on device|Disk quota exceeded|disk quota is used up|os error (28|122)\b"
+)
+"""How libraries without errno (safetensors, torch's file writer) report the same error, and how
+describe_full_disk does, whose text megatron-core's writer puts into an error of its own."""
 
 
 class UnwritableError(RuntimeError):

@@ -11,9 +11,11 @@ import pytest
 
 from mcore_rl.process.disk import (
     DiskFullError,
+    describe_full_disk,
     is_disk_full,
     report_any_full_disk,
     report_full_disk,
+    report_unwritable,
     reserve_space,
     write_whole,
 )
@@ -161,3 +163,11 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(small_disk: Path) -> Non
     assert [file.name for file in path.parent.iterdir()] == ["parity_check.json"]
     write_whole(path, "second")
     assert path.read_text() == "second"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_known_from_its_own_description(number: int, tmp_path: Path) -> None:
+    """As megatron-core's writer tells the failure of a worker: by its text alone."""
+    told = describe_full_disk(tmp_path, OSError(number, os.strerror(number)))
+    with pytest.raises(DiskFullError), report_unwritable(tmp_path / "save"):
+        raise RuntimeError("rank 0 could not write") from RuntimeError(f"Worker failure: {told}")
