@@ -352,10 +352,11 @@ def know_linear_in_latent_experts() -> None:
 
     megatron-core imports that class there only together with Transformer Engine.
     """
-    from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.moe import moe_layer
 
-    moe_layer.HAVE_TE, moe_layer.TELinear = True, Linear
+    from mcore_rl.cpu.te_workalike import DuplicatedLinear
+
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, DuplicatedLinear
 
 
 def run_eagerly() -> None:

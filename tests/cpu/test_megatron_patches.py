@@ -187,9 +187,12 @@ def _has_mamba() -> bool:
 
 
 def _has_latent_linear() -> bool:
+    """TELinear has to be the one of which a single tensor-parallel rank's weights are saved."""
     from megatron.core.transformer.moe import moe_layer
 
-    return moe_layer.HAVE_TE and moe_layer.TELinear is not None
+    from mcore_rl.cpu.te_workalike import DuplicatedLinear
+
+    return moe_layer.HAVE_TE and moe_layer.TELinear is DuplicatedLinear
 
 
 PROBES = {

@@ -50,7 +50,7 @@ LAYOUTS = {
     "olmoe": MOE_LAYOUTS[2:],
     "kimi_k2": MOE_LAYOUTS[2:],
     "glm5": MOE_LAYOUTS[2:],
-    "nemotron3_latent": MOE_LAYOUTS[2:],
+    "nemotron3_latent": MOE_LAYOUTS[1:2],
 }
 """Layouts of the trainer, one after the other; the first of MOE_LAYOUTS for families not listed."""
 
