@@ -51,6 +51,8 @@ def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
         ("3.13", ("cpu", "tracking", "dev")),
         pytest.param("3.12", ("gpu", "tracking"), marks=pytest.mark.slow),
         pytest.param("3.13", ("gpu", "tracking"), marks=pytest.mark.slow),
+        pytest.param("3.12", ("cpu", "clearml", "swanlab"), marks=pytest.mark.slow),
+        pytest.param("3.12", ("gpu", "clearml", "swanlab", "trackio"), marks=pytest.mark.slow),
     ],
 )
 def test_the_extras_resolve_together_with_all_they_require(

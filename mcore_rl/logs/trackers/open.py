@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mcore_rl.config import LogConfig
 from mcore_rl.config.tree import flatten
 from mcore_rl.logs.trackers.tracker import (
@@ -13,6 +15,7 @@ from mcore_rl.logs.trackers.tracker import (
     Rows,
     TrackedRun,
     Tracker,
+    fold_layers,
     import_tracker,
     make_table,
 )
@@ -40,7 +43,9 @@ class WandB:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({**metrics, "step": step})
+        single, layers = fold_layers(metrics)
+        histograms = {name: self._wandb.Histogram(values) for name, values in layers.items()}
+        self._run.log({**single, **histograms, "step": step})
 
     def log_samples(self, step: int, split: str, rows: Rows) -> None:
         table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=make_table(rows))
@@ -241,8 +246,11 @@ class TensorBoard:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with report_full_disk(self._folder):
-            for name, value in metrics.items():
+            single, layers = fold_layers(metrics)
+            for name, value in single.items():
                 self._writer.add_scalar(name, value, step)
+            for name, values in layers.items():
+                self._writer.add_histogram(name, np.asarray(values), step)
             self._writer.flush()
 
     def log_samples(self, step: int, split: str, rows: Rows) -> None:

@@ -1,6 +1,7 @@
 """The interface of a tracker, and what all of them share."""
 
 import importlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,26 @@ class TrackedRun:
 def make_table(rows: Rows) -> list[list[Any]]:
     """Return the cells of a table of samples, by SAMPLE_COLUMNS."""
     return [[_make_cell(row.get(column)) for column in SAMPLE_COLUMNS] for row in rows]
+
+
+_OF_LAYER = re.compile(r"(?P<group>.+)/layer_(?P<layer>\d+)/(?P<name>.+)")
+
+
+def fold_layers(metrics: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the numbers of no layer, and those of layers by a name that all layers share.
+
+    `router/layer_3/idle_share` is in the list `router/layers/idle_share`, in the order of layers:
+    a model has too many layers for a chart each.
+    """
+    single: dict[str, float] = {}
+    layers: dict[str, dict[int, float]] = {}
+    for name, value in metrics.items():
+        if found := _OF_LAYER.fullmatch(name):
+            folded = f"{found['group']}/layers/{found['name']}"
+            layers.setdefault(folded, {})[int(found["layer"])] = value
+        else:
+            single[name] = value
+    return single, {name: [values[i] for i in sorted(values)] for name, values in layers.items()}
 
 
 def import_tracker(module: str, option: str, package: str) -> ModuleType:

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mcore_rl.config import LogConfig, TrackingConfig
 from mcore_rl.logs.logger import MetricsLogger
 from mcore_rl.logs.trackers.open import open_trackers
-from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker, make_table
+from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker, fold_layers, make_table
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 ROWS = [
@@ -73,6 +73,11 @@ def test_a_table_of_samples_has_numbers_and_texts() -> None:
         [1, "2 + 2", "4", 1.0, "[4]", None],
         [1, "2 + 3", "4", 0.0, "5", None],
     ]
+
+
+def test_numbers_of_layers_are_folded_in_their_order() -> None:
+    metrics = {"loss/nll": 1.0, "router/layer_10/load": 3.0, "router/layer_2/load": 2.0}
+    assert fold_layers(metrics) == ({"loss/nll": 1.0}, {"router/layers/load": [2.0, 3.0]})
 
 
 def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
@@ -181,11 +186,15 @@ def test_trackio_keeps_one_run_over_a_resume(
 def test_tensorboard_keeps_each_number_under_its_step(tmp_path: Path) -> None:
     [tracker] = open_here(tmp_path, tensorboard=True)
     tracker.log(1, {"reward/mean": 0.25})
-    tracker.log(2, {"reward/mean": 0.5, "loss/nll": 1.0})
+    of_layers = {f"router/layer_{i}/idle_share": i / 4 for i in (1, 0, 10)}
+    tracker.log(2, {"reward/mean": 0.5, "loss/nll": 1.0, **of_layers})
     tracker.log_samples(2, "train", ROWS)
     tracker.close(failed=False)
     [folder] = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
     events = EventAccumulator(str(folder)).Reload()
     points = [(point.step, point.value) for point in events.Scalars("reward/mean")]
     assert points == [(1, 0.25), (2, 0.5)]
+    [histogram] = events.Histograms("router/layers/idle_share")
+    assert histogram.step == 2 and histogram.histogram_value.num == 3
+    assert not any("layer_" in name for name in events.Tags()["scalars"])
     assert "samples/train/1/text_summary" in events.Tags()["tensors"]
