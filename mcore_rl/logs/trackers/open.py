@@ -123,7 +123,7 @@ MOST_CHARS = 500
 """MLflow takes no longer parameter."""
 TRACED = ("reward", "parts", "advantage", "reward_error", "finish_reason", "weights", "set")
 TRACED_OF_TURN = ("tokens", "finish_reason", "reward", "parent")
-"""Attributes of a trace and of its spans."""
+"""Fields of samples and of turns that a trace and its spans get as attributes."""
 
 
 class MLflow:
