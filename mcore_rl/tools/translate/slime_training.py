@@ -410,11 +410,11 @@ def _other_goals(options: ForeignOptions) -> Found:
     elif kind != "policy_loss":
         yield Decision("--loss-type", kind, "register a loss of your own (docs/algorithms.md)")
     if options.take("--use-opd", False):
-        yield RecipeLine("algorithm.reward_coef", 1.0, ("--use-opd",))
-        advice = "set algorithm.advantage=distillation, algorithm.loss=policy_gradient and"
-        advice += " teacher.path, a model in HuggingFace's format, or teacher.url"
+        # Nothing of it is in the recipe, which refuses reward_coef without a teacher.
+        advice = "set algorithm.advantage=distillation, algorithm.loss=policy_gradient,"
+        advice += " algorithm.reward_coef=1 and teacher.path, a model in HuggingFace's format"
         teacher = options.take("--opd-teacher-load", None)
-        yield Decision("--opd-type, --opd-teacher-load", teacher, advice)
+        yield Decision("--use-opd, --opd-type, --opd-teacher-load", teacher, advice)
         coef = options.take("--opd-kl-coef", 1.0)
         if coef != 1:
             advice = "algorithm.reward_coef weighs the rewards beside the teacher: set 1 by this"

@@ -78,7 +78,9 @@ def test_corrections_critics_and_distillation() -> None:
     critic = of(advantage_estimator="ppo", lambd=0.9, value_clip=0.3, num_critic_only_steps=5)
     assert critic["critic.gae_lambda"] == critic["algorithm.gae_lambda"] == 0.9
     assert critic["critic.value_clip"] == 0.3 and critic["critic.warmup_steps"] == 5
-    assert "--opd-teacher-load" in decided(slime(use_opd=True, opd_teacher_load="/teacher"))
+    distilled = slime(use_opd=True, opd_teacher_load="/teacher")
+    assert {"--use-opd", "--opd-teacher-load"} <= decided(distilled)
+    assert "algorithm.reward_coef" not in values(distilled), "refused without a teacher"
     assert "--loss-type" in decided(slime(loss_type="sft_loss"))
 
 
