@@ -78,6 +78,8 @@ UNNEEDED: Mapping[str, str] = {
     "actor_rollout_ref.actor.use_prefix_grouper": "train.share_prefixes",
     "actor_rollout_ref.actor.calculate_sum_pi_squared": "measured where an advantage needs it",
     "actor_rollout_ref.actor.sum_pi_squared_checkpointing": "train.recompute",
+    "actor_rollout_ref.actor.clip_ratio_low": "read by losses that clip only",
+    "actor_rollout_ref.actor.clip_ratio_high": "read by losses that clip only",
     "actor_rollout_ref.actor.clip_ratio_c": "read by the vanilla loss only",
     "actor_rollout_ref.actor.loss_scale_factor": "read with seq-mean-token-sum-norm only",
     "actor_rollout_ref.ref": "the reference's layout and micro-batches are the policy's",

@@ -101,7 +101,7 @@ def translate_loss(options: ForeignOptions) -> Found:
         yield Decision(f"{ACTOR}.policy_loss.loss_mode", mode, advice)
     else:
         yield RecipeLine("algorithm.loss", loss, (f"{ACTOR}.policy_loss.loss_mode",))
-    for side in ("low", "high"):
+    for side in ("low", "high") if loss != "policy_gradient" else ():
         theirs = f"{ACTOR}.clip_ratio_{side}"
         yield RecipeLine(f"algorithm.clip_{side}", options.take(theirs, 0.2), (theirs,))
     if loss == "ppo_clip":

@@ -76,6 +76,7 @@ def test_a_kl_is_in_the_loss_or_in_the_reward() -> None:
     assert in_loss["algorithm.kl.coef"] == 0.001
     assert in_loss["algorithm.kl.estimator"] == "k3+"
     assert "algorithm.kl.in_reward" not in in_loss
+    assert "algorithm.clip_high" not in of(actor_rollout_ref__actor__policy_loss__loss_mode="gpg")
     no_reward = of(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__kl_coef=0)
     assert "algorithm.kl.in_reward" not in no_reward
     in_reward = of(algorithm__use_kl_in_reward=True, algorithm__kl_ctrl__type="adaptive")
