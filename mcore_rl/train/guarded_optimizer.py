@@ -40,6 +40,12 @@ class Update:
     has_bad_loss: bool
     is_taken: bool
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the update beside the norm; indexers are what is set apart."""
+        own = {} if self.apart_norm is None else {"indexer/grad_norm": self.apart_norm}
+        return {**own, "train/skipped_share": float(not self.is_taken)}
+
 
 class GuardedOptimizer(ChainedOptimizer):
     """megatron-core's optimizer, which leaves out updates that would put NaN into the weights."""

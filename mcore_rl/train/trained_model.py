@@ -40,7 +40,7 @@ from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
 from mcore_rl.train.sparse.choices import KeyChoices
-from mcore_rl.train.sparse.indexer import choose_indexers
+from mcore_rl.train.sparse.indexer import train_indexers
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple
@@ -94,7 +94,7 @@ class TrainedModel:
         if train.freeze_router:
             self._routing.freeze()
         self._keys = KeyChoices.from_config(self._config, train.indexer_loss)
-        choose_indexers(chunks, are_trained=train.indexer_loss > 0)
+        train_indexers(chunks, are_trained=train.indexer_loss > 0)
         self._image_tokens: ImageTokens | None = None
         if family_of(self.hf_config).has_tower:
             self._image_tokens = ImageTokens.from_config(self.hf_config)
@@ -318,16 +318,8 @@ class TrainedModel:
             return None
         if update.has_bad_loss and math.isfinite(loss):
             loss = math.nan  # that of another rank
-        work["train/skipped_share"] = float(not update.is_taken)
-        if update.apart_norm is not None:
-            work["indexer/grad_norm"] = update.apart_norm
-        metrics = metrics | router | work
-        return StepStats(loss, update.grad_norm, rate, num_tokens, metrics, failed)
-
-    def _forget_gradients(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        of_step = {**metrics, **router, **memory, **work, **update.metrics}
+        return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord

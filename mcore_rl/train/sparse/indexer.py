@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexer, DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
@@ -61,14 +60,14 @@ def _adapt_core(core: ModuleSpec) -> None:
     parts.linear_weights_proj = with_float32_output(parts.linear_weights_proj)
 
 
-def choose_indexers(chunks: Sequence[torch.nn.Module], *, are_trained: bool) -> None:
-    """Leave trained indexers out of the gradient's norm, and stop the training of others.
+def train_indexers(chunks: Sequence[torch.nn.Module], *, are_trained: bool) -> None:
+    """Leave the indexers out of the gradient's norm, or stop training them.
 
     Call it before DDP and the optimizer are made.
     """
     for parameter in _list_parameters(chunks):
         if are_trained:
-            setattr(parameter, GRAD_NORM_GROUP_ATTR, APART)
+            parameter.grad_norm_group = APART  # type: ignore[attr-defined]
         else:
             parameter.requires_grad_(False)
 

@@ -28,7 +28,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class IndexerLoss:
-    """The loss of a chunk's layers in a micro-batch, and where its sums go.
+    """The weight of the loss, and the sums that layers of a chunk add to for a micro-batch.
 
     coef        the loss is multiplied by it (train.indexer_loss)
     padding_T   bool, True on padding; None without padding

@@ -31,8 +31,10 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
                 f"train.{name}={getattr(train, name)}, but {architecture} has no experts:"
                 f" set train.{name}={str(off).lower()}"
             )
-    replay, loss = (train.indexer_replay, "none"), (train.indexer_loss, 0.0)
-    for name, (value, off) in {"indexer_replay": replay, "indexer_loss": loss}.items():
+    for name, value, off in (
+        ("indexer_replay", train.indexer_replay, "none"),
+        ("indexer_loss", train.indexer_loss, 0.0),
+    ):
         if value != off and "index_topk" not in family_of(config).sizes(config):
             raise ValueError(
                 f"train.{name}={value}, but {architecture} has no indexers: set train.{name}={off}"
