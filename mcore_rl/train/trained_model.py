@@ -294,7 +294,9 @@ class TrainedModel:
         forget_peak()
         self._checkpointer.maybe_finish()
         failed = self.take_failed_saves()
-        self._forget_gradients()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
         reports, records = self._run(
@@ -318,7 +320,7 @@ class TrainedModel:
             return None
         if update.has_bad_loss and math.isfinite(loss):
             loss = math.nan  # that of another rank
-        of_step = {**metrics, **router, **memory, **work, **update.metrics}
+        of_step = {**metrics, **router, **work, **update.metrics}
         return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
 
     def _sum_routing(
