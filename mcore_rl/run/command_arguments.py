@@ -233,14 +233,14 @@ def add_engines_arguments(command: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--timeout-s", type=float, default=3600.0, metavar="S", help="(%(default)s)"
         )
-        action.set_defaults(run=_order_engines, do=do)
+        action.set_defaults(run=_request_of_engines, do=do)
 
 
-def _order_engines(args: argparse.Namespace) -> None:
-    from mcore_rl.process.orders import give_order
+def _request_of_engines(args: argparse.Namespace) -> None:
+    from mcore_rl.process.run_requests import send_request
 
     words = {"do": args.do} | ({"engine": args.engine} if args.do == "drain" else {})
-    print(give_order(args.run_dir, words, args.timeout_s))
+    print(send_request(args.run_dir, words, args.timeout_s))
 
 
 def add_report_arguments(command: argparse.ArgumentParser) -> None:

@@ -38,7 +38,7 @@ from mcore_rl.planning.host_memory import explain_servers
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.process.signals import handle_stops
-from mcore_rl.run.engine_orders import take_engine_orders
+from mcore_rl.run.engine_requests import serve_engine_requests
 from mcore_rl.run.hub_upload import upload_export
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
@@ -127,8 +127,8 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         keeping = recover_run(config.run, run, weights, inputs.advantages, start_step, needs)
         with complete_saves(folder, started.trainer, started.critic), keeping as recovery:
             stopping = handle_stops(config.run.grace_s)
-            ordering = take_engine_orders(run, config.rollout.request_timeout_s)
-            with books, log, sample_in_background(*sampling) as background, ordering, stopping:
+            answering = serve_engine_requests(run, config.rollout.request_timeout_s)
+            with books, log, sample_in_background(*sampling) as background, answering, stopping:
                 roles = Roles(
                     prompts=booked,
                     held_out=inputs.held_out,

@@ -46,7 +46,7 @@ QUICK = (
 )
 OF_JOBS = ("submit", "status", "logs", "cancel")
 OF_LIVE_RUNS = ("engines",)
-"""Commands about a run under way; e2e/test_engine_orders.py tries them."""
+"""Commands about a run under way; e2e/test_engine_requests.py tries them."""
 ELSEWHERE = (
     "/data/",
     "/models/",

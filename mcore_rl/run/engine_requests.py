@@ -1,6 +1,6 @@
 """Lists, adds and takes out engines while a run goes on, as `mcore-rl engines` asks it to.
 
-mcore-rl engines --files in <run.dir>/orders--> EngineOrders --> EngineGroup
+mcore-rl engines --files in <run.dir>/requests--> EngineRequests --> EngineGroup
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.http import open_session
-from mcore_rl.process.orders import Order, OrderDesk
+from mcore_rl.process.run_requests import RequestInbox, RunRequest
 from mcore_rl.rollout.kv_admission import count_requests
 from mcore_rl.run.parts import StartedRun
 
@@ -23,51 +23,51 @@ POLL_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class EngineOrders:
-    """Carries out orders about the engines of a run, on its event loop."""
+class EngineRequests:
+    """Carries out requests about the engines of a run, on its event loop."""
 
     def __init__(
         self,
-        desk: OrderDesk,
+        inbox: RequestInbox,
         engines: EngineGroup,
         processes: RunProcesses,
         request_timeout_s: float,
     ) -> None:
         """`request_timeout_s`: how long the requests of an engine that is drained may take."""
-        self._desk = desk
+        self._inbox = inbox
         self._engines = engines
         self._processes = processes
         self._request_timeout_s = request_timeout_s
         self._adding = asyncio.Lock()
 
     async def serve(self) -> None:
-        """Take orders, several at a time; return only if their folder cannot be read."""
+        """Take requests, several at a time; return only if their folder cannot be read."""
         async with asyncio.TaskGroup() as carrying_out:
             while True:
                 try:
-                    orders = await asyncio.to_thread(self._desk.take)
+                    requests = await asyncio.to_thread(self._inbox.take)
                 except OSError as error:
-                    _log.warning("no further orders about engines are taken: %s", error)
+                    _log.warning("no further requests about engines are taken: %s", error)
                     return
-                for order in orders:
-                    carrying_out.create_task(self._carry_out(order))
+                for request in requests:
+                    carrying_out.create_task(self._carry_out(request))
                 await asyncio.sleep(POLL_S)
 
-    async def _carry_out(self, order: Order) -> None:
-        _log.info("order: %s", order.words)
+    async def _carry_out(self, request: RunRequest) -> None:
+        _log.info("request: %s", request.words)
         try:
-            text = await self._obey(order.words)
+            text = await self._execute(request.words)
         except (ValueError, RankError) as error:
-            _log.warning("order %s: %s", order.words, error)
-            self._desk.answer(order, str(error), is_done=False)
-        except Exception as error:  # handed on: whoever gave the order is told
-            _log.exception("order %s", order.words)
-            self._desk.answer(order, describe_error(error), is_done=False)
+            _log.warning("request %s: %s", request.words, error)
+            self._inbox.answer(request, str(error), is_done=False)
+        except Exception as error:  # handed on: whoever gave the request is told
+            _log.exception("request %s", request.words)
+            self._inbox.answer(request, describe_error(error), is_done=False)
         else:
-            self._desk.answer(order, text, is_done=True)
+            self._inbox.answer(request, text, is_done=True)
 
-    async def _obey(self, words: Mapping[str, Any]) -> str:
-        """Carry out an order; return what to say. Raises ValueError if it cannot be."""
+    async def _execute(self, words: Mapping[str, Any]) -> str:
+        """Carry out a request; return what to say. Raises ValueError if it cannot be."""
         match words:
             case {"do": "list"}:
                 return format_engines(self._engines.describe(), self._engines.health.version)
@@ -85,16 +85,16 @@ class EngineOrders:
                     count = partial(count_requests, http)
                     await self._engines.drain(engine, count, self._request_timeout_s)
                 return f"engine {engine} has ended; `mcore-rl engines add` uses its place"
-        raise ValueError(f"the run knows no order {dict(words)}")
+        raise ValueError(f"the run knows no request {dict(words)}")
 
 
 @contextmanager
-def take_engine_orders(run: StartedRun, request_timeout_s: float) -> Iterator[None]:
-    """Carry out orders for the block."""
-    desk = OrderDesk(run.folder.path)
-    orders = EngineOrders(desk, run.started.engines, run.processes, request_timeout_s)
-    with desk.open():
-        serving = run.processes.event_loop.start(orders.serve())
+def serve_engine_requests(run: StartedRun, request_timeout_s: float) -> Iterator[None]:
+    """Carry out requests for the block."""
+    inbox = RequestInbox(run.folder.path)
+    requests = EngineRequests(inbox, run.started.engines, run.processes, request_timeout_s)
+    with inbox.open():
+        serving = run.processes.event_loop.start(requests.serve())
         try:
             yield
         finally:

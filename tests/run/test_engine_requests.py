@@ -1,6 +1,6 @@
 """The table of a run's engines."""
 
-from mcore_rl.run.engine_orders import format_engines
+from mcore_rl.run.engine_requests import format_engines
 
 
 def test_engines_are_shown_with_their_versions_or_why_they_do_not_serve() -> None:

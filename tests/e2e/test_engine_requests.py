@@ -24,29 +24,31 @@ def test_engines_join_and_leave_a_run(
     settings = ("cluster.cpus_per_rank=0.5", "eval.data=[]", "checkpoint.export_hf=false")
     run = start("train", *settings, *mode, f"run.steps={NUM_STEPS}")
 
-    def order(*words: str) -> tuple[int, str]:
+    def request(*words: str) -> tuple[int, str]:
         action, *rest = words
         status = main(["engines", action, str(run.run_dir), *rest])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
     run.wait_for("step 2: rollout", 300)
-    status, table = order("list")
+    status, table = request("list")
     assert status == 0 and re.search(r"(?m)^0 +http://\S+ +this node +serves version \d+$", table)
-    assert order("drain", "5") == (2, "mcore-rl: there is no engine 5: the run has [0]\n")
-    status, told = order("add")
+    assert request("drain", "5") == (2, "mcore-rl: there is no engine 5: the run has [0]\n")
+    status, told = request("add")
     assert status == 0 and told.startswith("engine 1 is up at http://"), told
-    run.wait_until(lambda: re.search(r"(?m)^1 .* serves version", order("list")[1]), "a sync", 200)
-    status, told = order("drain", "0")
+    run.wait_until(
+        lambda: re.search(r"(?m)^1 .* serves version", request("list")[1]), "a sync", 200
+    )
+    status, told = request("drain", "0")
     assert status == 0 and told.startswith("engine 0 has ended"), told
-    status, table = order("list")
+    status, table = request("list")
     assert status == 0 and len(table.splitlines()) == 2, table
-    status, told = order("drain", "1")
+    status, told = request("drain", "1")
     assert status == 2 and "0 engines would serve, fewer than rollout.min_engines=1" in told
     assert run.finish(400) == 0, run.tail()
     run.assert_nothing_left()
-    status, told = order("list")
-    assert status == 2 and "no command that takes orders runs in" in told
+    status, told = request("list")
+    assert status == 2 and "no command that takes requests runs in" in told
     balance = assert_books_balance(run.run_dir, NUM_STEPS)
     assert balance.by_engine.keys() == {0, 1}, balance.by_engine
     steps = [row for row in run.metrics() if "loss/total" in row]
