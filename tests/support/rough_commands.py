@@ -105,9 +105,12 @@ def quick_commands(given: Path) -> Mapping[str, Command]:
         "doctor": Command(("doctor", f"--model={model}", "--run-dir=run", checks), says="0 failed"),
         "report": Command(("report", "own_run"), says="reward_curve.png"),
         "ledger": Command(("ledger", "own_run"), says="the books balance"),
-        "engines": Command(
-            ("engines", "list", "own_run"), 2, "no command that takes requests runs"
-        ),
+        **{
+            f"engines {do}": Command(
+                ("engines", do, "own_run", *engine), 2, "no command that takes requests runs"
+            )
+            for do, *engine in (("list",), ("add",), ("drain", "0"))
+        },
         "view": Command(("view", "own_run", "--once"), says="own_run: step"),
         "serve": Command(("serve", bare), 2, "has no tokenizer_config.json"),
         "agent run": Command(("agent", "run", *without), 2, "agents.environment is not set"),

@@ -58,7 +58,7 @@ def test_the_folder_saves_and_trackers() -> None:
         "trainer__test_freq": 5,
         "trainer__max_actor_ckpt_to_keep": 3,
         "trainer__resume_mode": "disable",
-        "trainer__logger": ["console", "wandb", "swanlab", "clearml"],
+        "trainer__logger": ["console", "wandb", "swanlab", "clearml", "vemlp_wandb"],
     }
     translation = translate(**given)
     wanted = {
@@ -69,6 +69,7 @@ def test_the_folder_saves_and_trackers() -> None:
         "run.resume": False,
         "log.wandb_project": "p",
         "log.swanlab_project": "p",
+        "log.clearml_project": "p",
         "log.tensorboard": False,
     }
     assert {key: values(translation)[key] for key in wanted} == wanted
