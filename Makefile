@@ -25,8 +25,9 @@ BUILDERS := $(shell sed -n 's/^setuptools==/&/p' requirements/cpu.txt) $(shell s
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 SEED ?= 0
 MINUTES ?= 60
-# Four keep two cores busy, as tests wait for processes. The tests of a file stay together, as they share sessions and engines.
-TEST_WORKERS ?= 4
+# Three keep two cores busy, as tests wait for processes, and four are slower. The tests of a file stay together, as they
+# share sessions and engines.
+TEST_WORKERS ?= 3
 ONE_PROCESS := not gloo and not e2e and not gpu and not slow
 # Fewer random examples a test; the nightly lane draws all.
 QUICK := --hypothesis-profile=quick
