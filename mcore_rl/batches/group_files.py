@@ -4,7 +4,6 @@ All that the store has is in a file, as it has it: tokens, log-probs, versions, 
 keys come back bit for bit.
 """
 
-import os
 import pickle
 import zlib
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ import numpy as np
 
 from mcore_rl.batches.kept_rows import KeptRow
 from mcore_rl.batches.sample_store import KeptGroup
-from mcore_rl.process.disk import report_full_disk
+from mcore_rl.process.disk import write_whole
 from mcore_rl.process.plain_pickle import load_plain
 
 
@@ -48,12 +47,7 @@ def read_groups(folder: Path, file: GroupFile) -> dict[int, KeptGroup]:
 def write_plain(path: Path, value: object) -> GroupFile:
     """Write a value of dataclasses and arrays. Raises DiskFullError if there is no room for it."""
     data = pickle.dumps(value)
-    with report_full_disk(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    write_whole(path, data, lasting=True)
     return GroupFile(path.name, len(data), zlib.crc32(data))
 
 

@@ -134,7 +134,7 @@ def _flush_output() -> None:
         raise
 
 
-def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
+def write_whole(path: Path, content: str | bytes, *, lasting: bool = False) -> None:
     """Write a file atomically; create its folder if it is missing.
 
     lasting   force it to the disk, so that it survives a crash of the machine
@@ -145,7 +145,10 @@ def write_whole(path: Path, text: str, *, lasting: bool = False) -> None:
     with report_full_disk(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            part.write_text(text)
+            if isinstance(content, str):
+                part.write_text(content)
+            else:
+                part.write_bytes(content)
             if lasting:
                 force(part)
             part.replace(path)
