@@ -121,12 +121,9 @@ def make_whole_factors(
     name: str, shape: Shape, rank: int, tensors: tuple[str, str], dtype: str
 ) -> Iterator[Shard]:
     """Yield the shards of whole factors A and B of a matrix of `shape`, in these two tensors."""
-    num_rows, num_columns = shape
-    for tensor, end, own in (
-        (tensors[0], FIRST, (rank, num_columns)),
-        (tensors[1], SECOND, (num_rows, rank)),
-    ):
-        yield Shard(Box(name + end, (0, 0), own), tensor, 0, contiguous_strides(own), dtype)
+    factors = list_factor_shapes({name: shape}, rank)
+    for tensor, (factor, own) in zip(tensors, factors.items(), strict=True):
+        yield Shard(Box(factor, (0, 0), own), tensor, 0, contiguous_strides(own), dtype)
 
 
 def list_factor_shapes(matrices: Mapping[str, Shape], rank: int) -> dict[str, Shape]:
