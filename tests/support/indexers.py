@@ -82,6 +82,11 @@ def sequences_of(batch: TrainBatch) -> Sequence[Tensor]:
     return batch.token_ids_T.split(list(batch.lens_N))
 
 
+def find_max_error(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
+    """Return the largest difference of an element."""
+    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
+
+
 def with_random_keys(batches: list[TrainBatch], topk: int) -> list[TrainBatch]:
     """Return the batches with keys of four layers that no indexer chose.
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from megatron.core import parallel_state as ps
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.types import TrainBatch
 from tests.support.distributed import run_each, run_ranks
 from tests.support.indexers import (
+    find_max_error,
     load_oracle,
     score,
     score_and_choose,
@@ -117,10 +117,6 @@ def cut(folder: Path, request: pytest.FixtureRequest) -> list[tuple[Case, list[d
     return list(zip(cases, run_each(run_case, num_ranks, cases, folder), strict=True))
 
 
-def largest(got: list[Tensor], want: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm5"])
 def test_tokens_attend_to_the_keys_that_the_batch_names(
@@ -138,9 +134,9 @@ def test_tokens_attend_to_the_keys_that_the_batch_names(
         ):
             with use_given_keys(model, keys_TLK):
                 want = score(model, tokens)
-            assert largest([logprobs_T], [want]) < 1e-5
+            assert find_max_error([logprobs_T], [want]) < 1e-5
             if len(tokens) > TOPK + 2:
-                assert largest([logprobs_T], [score(model, tokens)]) > 0.01
+                assert find_max_error([logprobs_T], [score(model, tokens)]) > 0.01
 
 
 @pytest.mark.gloo
@@ -151,7 +147,7 @@ def test_layouts_compute_what_one_process_does(alone: Any, cut: Any) -> None:
         assert len(owners) == ParallelConfig(**layout).dp_size
         for dp, owner in enumerate(owners):
             for name in (NOISY, RANDOM):
-                assert largest(owner[name], whole[name][dp :: len(owners)]) < 1e-5, layout
+                assert find_max_error(owner[name], whole[name][dp :: len(owners)]) < 1e-5, layout
             got, want = owner["step"], whole["step"]
             assert got.loss == pytest.approx(want.loss, abs=1e-6), layout
             assert got.grad_norm == pytest.approx(want.grad_norm, rel=1e-5), layout

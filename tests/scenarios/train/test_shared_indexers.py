@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from checkpoint_tools.to_hf import to_hf
 from mcore_rl.config import ModelConfig, ParallelConfig
@@ -14,6 +13,7 @@ from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.indexer_losses import compute_losses
 from tests.support.indexers import (
+    find_max_error,
     load_oracle,
     score,
     sequences_of,
@@ -84,10 +84,6 @@ def alone(model: ModelConfig) -> dict[str, Any]:
     return {case[2]: result for case, (result,) in zip(ALONE, results, strict=True)}
 
 
-def largest(got: list[Tensor], want: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("mode", ["none", "engine"])
 def test_layers_read_what_the_indexer_before_them_chose(
@@ -106,7 +102,7 @@ def test_layers_read_what_the_indexer_before_them_chose(
             else:
                 with use_given_keys(oracle, keys_TLK):
                     want = score(oracle, tokens)
-            assert largest([of_sequence], [want]) < 1e-5
+            assert find_max_error([of_sequence], [want]) < 1e-5
     losses, gradients = compute_losses(oracle, batches, replay=mode == "engine")
     assert len(losses) == 2 and len(gradients) == 2 * 5
     assert stats.metrics["indexer/loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
@@ -131,7 +127,7 @@ def test_layouts_compute_what_one_process_does(
         logprobs, stats, boxed = alone[case[2]]
         owners = [(found, step) for found, step, _ in ranks if found is not None]
         for dp, (found, step) in enumerate(owners):
-            assert largest(found, logprobs[dp :: len(owners)]) < 1e-5, case
+            assert find_max_error(found, logprobs[dp :: len(owners)]) < 1e-5, case
             assert step.loss == pytest.approx(stats.loss, abs=1e-6), case
             assert step.grad_norm == pytest.approx(stats.grad_norm, rel=1e-5), case
             assert step.metrics == pytest.approx(stats.metrics, abs=1e-5), case

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mcore_rl.config import ModelConfig, ParallelConfig
 from tests.support.distributed import run_each
+from tests.support.indexers import find_max_error
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import (
     NUM_TOKENS,
@@ -75,16 +76,12 @@ def score_by_transformers(path: Path, epsilon: float | None = None) -> list[Tens
     return out
 
 
-def largest(got: list[Tensor], want: list[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.gloo
 def test_keys_that_are_not_chosen_are_not_read(folder: Path, alone: dict[str, Any]) -> None:
     """The same weights give other log-probs if the indexer may choose every key."""
     for name in ("sparse", "everything"):
-        assert largest(alone[name][0], score_by_transformers(folder / name)) < 1e-5
-    assert largest(alone["sparse"][0], alone["everything"][0]) > 0.1
+        assert find_max_error(alone[name][0], score_by_transformers(folder / name)) < 1e-5
+    assert find_max_error(alone["sparse"][0], alone["everything"][0]) > 0.1
     sparse, whole = (
         (
             part.split(list(batch.lens_N))
@@ -94,7 +91,7 @@ def test_keys_that_are_not_chosen_are_not_read(folder: Path, alone: dict[str, An
     )
     for got, want in zip(sparse, whole, strict=True):
         for short, dense in zip(got, want, strict=True):  # as many keys as tokens up to 6
-            assert largest([short[:7]], [dense[:7]]) < 1e-5
+            assert find_max_error([short[:7]], [dense[:7]]) < 1e-5
 
 
 @pytest.mark.gloo
@@ -103,8 +100,8 @@ def test_norms_of_latents_have_the_epsilon_of_config_json(
 ) -> None:
     """As in engines; transformers 5.19 takes 1e-6 there, whatever config.json says."""
     assert json.loads((folder / "glm5/config.json").read_text())["rms_norm_eps"] == 1e-5
-    assert largest(alone["glm5"][0], score_by_transformers(folder / "glm5", 1e-5)) < 2e-6
-    assert largest(alone["glm5"][0], score_by_transformers(folder / "glm5")) > 1e-5
+    assert find_max_error(alone["glm5"][0], score_by_transformers(folder / "glm5", 1e-5)) < 2e-6
+    assert find_max_error(alone["glm5"][0], score_by_transformers(folder / "glm5")) > 1e-5
 
 
 @pytest.mark.gloo

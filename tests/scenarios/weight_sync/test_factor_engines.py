@@ -38,7 +38,6 @@ from tests.support.tiny_training import NUM_TOKENS, make_batches
 
 pytestmark = pytest.mark.gloo
 NUM_RANKS = 4
-SLOW = pytest.mark.slow
 CASES = [
     pytest.param(
         "deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}, True, id="fp8", marks=pytest.mark.slow
