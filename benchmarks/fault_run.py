@@ -231,7 +231,7 @@ def strike(run: TrainRun, fault: Fault) -> Struck:
         problems.append(f"no process of kind {fault.kind}")
     else:
         chosen = random.Random(fault.number).choice(found)
-        below = _children(chosen)
+        below = _list_children(chosen)
         with do_fault(run, chosen, fault.how):
             _follow(run, struck, victim.ends, problems)
         struck.seconds = time.monotonic() - began_s
@@ -242,7 +242,7 @@ def strike(run: TrainRun, fault: Fault) -> Struck:
     return struck
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def _list_children(process: psutil.Process) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
         return process.children(recursive=True)
     return []

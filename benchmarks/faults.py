@@ -144,9 +144,9 @@ def train_alone(folder: Path, settings: Sequence[str], num_steps: int) -> dict[s
 
 
 def measure_step(folder: Path) -> float:
-    """Return the seconds from one step of a run to the next, most of which no fault disturbs.
+    """Return the median of the seconds from one step of a run to the next.
 
-    Of a disturbed run that is the step of a machine that other work slows down at that time.
+    Faults disturb fewer than half of the steps, so a disturbed run tells how fast its machine was.
     """
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
     return median(b["timestamp"] - a["timestamp"] for a, b in pairwise(rows))

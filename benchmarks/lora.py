@@ -153,7 +153,7 @@ def report(measured: dict[str, list[Any]]) -> dict[str, float]:
 
 
 class LoraRank(BenchRank):
-    """A trainer rank with factors of every adapted matrix of which it holds a part."""
+    """A trainer rank. It has factors of each adapted matrix, if it holds a part of the matrix."""
 
     def __init__(self, config: dict[str, Any], rank: int, world_size: int) -> None:
         super().__init__(config, rank, world_size)

@@ -395,9 +395,9 @@ class RolloutClient:
         """Raises ValueError without an engine.
 
         `transport` is opened for each session. `health` says before each request which engines
-        serve; None: all of them, always. Engines whose urls are in `own` come first, the others
-        only where none of these serves; empty: all. Of the engines that join later, those of the
-        collector `home` come first; None: all.
+        serve; None: all of them, always. Engines whose urls are in `own` are asked first, other
+        engines only while no engine of `own` serves; empty: all. An engine that joins later counts
+        as own if `home` is its collector; None: every such engine does.
         """
         if not engines:
             raise ValueError("RolloutClient needs at least one engine")

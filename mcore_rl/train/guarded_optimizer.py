@@ -91,7 +91,7 @@ class GuardedOptimizer(ChainedOptimizer):
         return has_bad_loss or not math.isfinite(norm) or not math.isfinite(apart_norm or 0.0)
 
     def _read(self) -> tuple[float, float | None, bool]:
-        """Return (gradient's norm, that of what is set apart, whether a loss is not finite).
+        """Return (norm of the gradient, norm of the part set apart, whether a loss is not finite).
 
         The host waits for the device once.
         """

@@ -187,7 +187,7 @@ def _has_mamba() -> bool:
 
 
 def _has_latent_linear() -> bool:
-    """TELinear has to be the one of which a single tensor-parallel rank's weights are saved."""
+    """One tensor-parallel rank saves the weights of such a TELinear: they are the same on all."""
     from megatron.core.transformer.moe import moe_layer
 
     from mcore_rl.cpu.te_workalike import DuplicatedLinear

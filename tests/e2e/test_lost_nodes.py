@@ -46,7 +46,7 @@ def three_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
 
 @pytest.fixture
 def spare_node(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
-    """The trainer's node, that of the only engine and its collector, and a spare one."""
+    """Three nodes: one has the trainer, one the only engine and its collector, one is spare."""
     settings = [*tiny_settings(arithmetic), *SETTINGS, "run.steps=4", "parallel.ep=1"]
     nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=3"]
     apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=1"]

@@ -317,7 +317,7 @@ KEYS = {
     "--label-key": ("answer", "label", "label"),
     "--metadata-key": ("extra_info", "metadata", "metadata"),
 }
-"""Options that name a column -> (name in data.columns, slime's default, that of the preset)."""
+"""Option that names a column -> (name in data.columns, default of slime, default of the preset)."""
 
 
 def _translate_columns(options: ForeignOptions) -> Found:
