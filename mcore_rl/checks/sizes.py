@@ -1,5 +1,6 @@
 """Checks of a recipe's sizes against one another and the model; errors name both and a remedy."""
 
+import re
 from collections.abc import Mapping
 
 from mcore_rl.config import (
@@ -11,8 +12,13 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.low_precision import Precision, check_whole, is_rounded
+from mcore_rl.weights.layouts.listed import join_rows
+from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
+from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
 
 
@@ -36,12 +42,41 @@ def check_sizes(
     _check_hosts(parallel, "parallel", ranks_per_host)
     if train.share_prefixes:
         check_sharing(policy.config, parallel)
+    if train.fake_quantization != "none":
+        check_rounding(policy, parallel, train.fake_quantization)
     if critic is not None:
         if train.share_prefixes:
             check_sharing(policy.config, critic.parallel, "critic.parallel")
         check_layout(policy.config, critic.parallel, "critic.parallel")
         _check_hosts(critic.parallel, "critic.parallel", ranks_per_host)
     check_lens(data, rollout, train, policy)
+
+
+def check_rounding(policy: ModelFacts, parallel: ParallelConfig, precision: Precision) -> None:
+    """Raise ValueError if trainer ranks cannot round the model's weights to `precision`.
+
+    One matrix of each kind is looked at: those of other layers and experts are cut alike.
+    """
+    chosen = f"train.fake_quantization={precision} with model.path={policy.path}"
+    if policy.stacks_experts:
+        raise ValueError(
+            f"{chosen}, whose experts are stacked in one tensor: only none is supported"
+        )
+    if policy.has_tower and precision == "fp8":
+        raise ValueError(f"{chosen}: engines in fp8 serve no vision tower; use int4 or none")
+    shapes = hf_tensor_shapes(policy.config)
+    rounded = [name for name in shapes if is_rounded(precision, name)]
+    if not rounded:
+        raise ValueError(f"{chosen}: the model has no routed experts, which int4 is for; use none")
+    sizes = MegatronSizes.from_config(parallel, policy.config)
+    layout = MegatronLayout(policy.family, policy.config, sizes, "bfloat16")
+    for name in {re.sub(r"\d+", "", name): name for name in rounded}.values():
+        for piece in join_rows(layout.placement(name)).pieces:
+            box = Box(name, piece.start, piece.stop)
+            try:
+                check_whole(precision, box, shapes[name], f"trainer rank {piece.ranks[0]}")
+            except ValueError as error:
+                raise ValueError(f"{chosen}: {error}") from None
 
 
 def _check_hosts(parallel: ParallelConfig, group: str, ranks_per_host: int) -> None:

@@ -140,6 +140,7 @@ class RunProcesses:
             profile=self._config.profile,
             profile_dir=str(self._log_dir.parent / "profile"),
             outlives_failed_saves=self._config.checkpoint.on_error == "continue",
+            sends_rounded=self._config.rollout.quantization == "none",
         )
 
     def start_engines(self) -> EngineGroup:

@@ -64,6 +64,7 @@ from mcore_rl.config.tree_checks import (
     check_colocated,
     check_colocated_models,
     check_epochs,
+    check_fake_quantization,
     check_lora,
     check_overlong,
     check_quantization,
@@ -205,6 +206,7 @@ class Config(Options, group=""):
         for group, optimizer in self.optimizers.items():
             optimizer.check(group)
         check_quantization(self.rollout, self.model)
+        check_fake_quantization(self.train, self.rollout)
         check_overlong(self.reward, self.rollout)
         check_best(self.checkpoint, self.eval)
         check_epochs(self.run, self.data)

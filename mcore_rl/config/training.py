@@ -220,6 +220,10 @@ class TrainConfig(UpdatesConfig, group="train"):
     """Which weights of a model's vision tower are trained. all; projector: those that turn the
     tower's output into embeddings; none. Without a tower it has no effect."""
     lora: LoraConfig = field(default_factory=LoraConfig)
+    fake_quantization: Literal["none", "fp8", "int4"] = "none"
+    """Precision that weights are rounded to in every pass, as engines compute with them, while the
+    optimizer updates the weights themselves. fp8: projections in blocks of 128 x 128; int4: routed
+    experts in groups of 32 columns (docs/models.md)."""
     freeze_router: bool = False
     """Train all weights except the routers', which stay bit for bit as they were loaded."""
 

@@ -44,6 +44,24 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
         )
 
 
+def check_fake_quantization(train: TrainConfig, rollout: RolloutConfig) -> None:
+    """Raise ValueError if weights cannot be rounded in training as the recipe says."""
+    chosen = f"train.fake_quantization={train.fake_quantization}"
+    if train.fake_quantization == "none":
+        return
+    if rollout.quantization not in ("none", train.fake_quantization):
+        raise ValueError(
+            f"{chosen} with rollout.quantization={rollout.quantization}: engines would compute with"
+            f" other weights than training; set train.fake_quantization={rollout.quantization}, or"
+            " rollout.quantization=none for engines that get the rounded weights in model.dtype"
+        )
+    if train.lora.rank:
+        raise ValueError(
+            f"{chosen} with train.lora.rank={train.lora.rank}: engines merge factors into weights"
+            " that are not rounded; set train.fake_quantization=none, or train.lora.rank=0"
+        )
+
+
 def check_agents(agents: AgentsConfig, rollout: RolloutConfig) -> None:
     """Raise ValueError if episodes cannot run as the recipe says."""
     if agents.max_turn_len > rollout.max_response_len:

@@ -32,7 +32,7 @@ from mcore_rl.planning.deployment import (
     does_relay,
     record_layouts,
 )
-from mcore_rl.planning.peak_memory import RankMemory, Side, Uses, find_peaks, name_stage
+from mcore_rl.planning.peak_memory import UNROUNDED, RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.planning.resident_memory import (
     SyncMemory,
@@ -43,6 +43,7 @@ from mcore_rl.planning.resident_memory import (
 from mcore_rl.rollout.engine_spec import STATES_PER_REQUEST
 from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
@@ -113,6 +114,15 @@ def count_served_bytes(model: ServedModelConfig) -> float:
 
 def _count_bytes(layout: Layout, rank: int) -> int:
     return sum(box.numel * itemsize(dtype) for box, dtype in list_boxes(layout, rank))
+
+
+def _count_rounded(layout: Layout, rank: int, precision: Precision) -> int:
+    """Count the bytes of a trainer rank's matrices that are rounded while a pass runs."""
+    return sum(
+        box.numel * itemsize(dtype)
+        for box, dtype in list_boxes(layout, rank)
+        if is_rounded(precision, box.name)
+    )
 
 
 def _find_layers(layout: Layout, rank: int) -> set[int]:
@@ -250,7 +260,9 @@ def _predict_trainer_gpus(run: PlannedRun, sync: SyncMemory | None) -> Iterable[
         role: count_served_bytes(model) for role, model in run.served.items() if model.is_colocated
     }
     if critic or engines or served:
-        return find_peaks(parallel, run.cluster.offload, trainer, critic, engines, served)
+        is_sent = run.rollout.quantization == "none"
+        parts = (trainer, critic, engines, served)
+        return find_peaks(parallel, run.cluster.offload, *parts, sends_rounded=is_sent)
     return _list_own_gpus("trainer", trainer, parallel)
 
 
@@ -310,6 +322,9 @@ def _predict_training(
             uses = _count_adapted(count, adapter, itemsize(dtype), *states)
         else:
             uses = _count_states(count, *states)
+        if train.fake_quantization != "none":
+            first_rank = stage * sizes.stage_ranks
+            uses[UNROUNDED] = _count_rounded(layout, first_rank, train.fake_quantization)
         runs = layout.stage_layers(stage)
         uses["activations"] = _count_passes(activations, parallel, runs, stage)
         in_flight = _count_in_flight(parallel, stage) / len(runs)

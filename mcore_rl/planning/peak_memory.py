@@ -53,6 +53,8 @@ def encode_ranks(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
     ]
 
 
+UNROUNDED = "weights before rounding"
+"""The copy of the matrices that train.fake_quantization rounds."""
 STATE = ("weights", "gradients", "optimizer")
 KEPT = ("sync buffers", "sync communicators", "CUDA graphs")
 """Purposes of memory that a process keeps as long as it runs."""
@@ -65,15 +67,19 @@ def find_peaks(
     critic: list[Uses],
     engines: list[Uses],
     colocated: Uses,
+    *,
+    sends_rounded: bool = False,
 ) -> Iterable[RankMemory]:
     """The GPUs of each trainer stage at their fullest moment.
 
     A GPU may also host a rank of the critic and of an engine. Which of those meet is left open: the
     fullest critic stage and the fullest engine stage are assumed.
 
-    offload     trainer and critic release their state while others use the GPU
-    trainer     bytes per purpose of each pipeline stage; critic and engines likewise, if they share
-    colocated   role of a served model -> bytes of its weights
+    offload         trainer and critic release their state while others use the GPU
+    trainer         bytes per purpose of each pipeline stage; critic and engines likewise, if they
+                    share
+    colocated       role of a served model -> bytes of its weights
+    sends_rounded   engines get weights as train.fake_quantization rounds them
 
     Evaluation holds what generation does. Checkpoints and exports are written from host memory, so
     they hold no more. Passes for log-probs, and the one that checks a weight sync before it begins,
@@ -84,6 +90,8 @@ def find_peaks(
     num_processes = 1 + bool(critic) + bool(engines) + len(colocated)
     for stage, uses in enumerate(trainer):
         moments = _list_moments(offload, uses, colocated_critic, colocated_engine, colocated)
+        if sends_rounded:
+            moments["weight sync"] |= _select(moments["train step"], "trainer's", (UNROUNDED,))
         moment = max(moments, key=lambda name: sum(moments[name].values()))
         who = name_stage("trainer", stage, len(trainer), parallel)
         yield RankMemory("trainer", who, moment, moments[moment], num_processes)

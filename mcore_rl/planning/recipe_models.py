@@ -72,6 +72,7 @@ def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfi
         megatron={**train.megatron, **critic.megatron},
         ddp={**train.ddp, **critic.ddp},
         lora=LoraConfig(),
+        fake_quantization="none",
     )
 
 

@@ -203,6 +203,7 @@ def make_sync(
         timeout_s=config.run.call_timeout_s,
         start_step=start_step,
         is_colocated=config.cluster.colocated,
+        is_rounded=config.train.fake_quantization != "none",
         factors=choose_factors(config.train.lora, config.model, config.rollout, run.policy, seed),
     )
     devices = started.trainer.device_names()
@@ -242,17 +243,19 @@ def make_links(
     timeout_s: float,
     start_step: int,
     is_colocated: bool,
+    is_rounded: bool,
     factors: FactorOptions | None,
 ) -> SyncController:
     """Return the controller that links engines to trainer ranks.
 
     host           this process's address
     is_colocated   engines are on the trainer ranks' GPUs
+    is_rounded     trainer ranks send other weights than the files' (train.fake_quantization)
     factors        as choose_factors returned it
     """
     # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
     is_plain = rollout.quantization == "none" and not policy.int4
-    is_loaded = model.init == "hf" and is_plain
+    is_loaded = model.init == "hf" and is_plain and not is_rounded
     is_kept = start_step == 0 and not is_colocated
     return SyncController(
         trainer,

@@ -109,7 +109,7 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
         run=_smallest_run(config.run, folder, given),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
-        train=_smallest_train(config.train),
+        train=_smallest_train(config.train, parallel.etp),
         critic=critic,
         data=config.data.reduce_to(str(inputs / "train.parquet"), max_prompt_len),
         rollout=_smallest_rollout(config.rollout, num_gpus),
@@ -204,9 +204,13 @@ def _smallest_cluster(cluster: ClusterConfig) -> ClusterConfig:
     return replace(cluster, gpus=None, cpus_per_rank=0.1, object_store_mib=store_mib)
 
 
-def _smallest_train(train: TrainConfig) -> TrainConfig:
+def _smallest_train(train: TrainConfig, etp: int) -> TrainConfig:
+    # A tiny model's ranks have less than a block of 128 x 128, and half a group of INT4 each if two
+    # share an expert.
+    keeps_groups = train.fake_quantization == "int4" and etp == 1
     return replace(
         train,
+        fake_quantization="int4" if keeps_groups else "none",
         max_tokens_per_microbatch=MAX_TOKENS,
         mini_batches=min(train.mini_batches, SMALLEST),
         optimizer=_set_learning_rate(train.optimizer),

@@ -6,6 +6,7 @@ output.
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from mcore_rl.train.optimizer import (
 )
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.recovery.rank_state import RankState
+from mcore_rl.train.rounded_weights import RoundedWeights
 from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
 from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
@@ -50,7 +52,7 @@ from mcore_rl.types import FailedSaves, StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers
 from mcore_rl.weights.lora.places import Content, Held
-from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,6 +108,12 @@ class TrainedModel:
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
+        self._rounded = None
+        if train.fake_quantization != "none":
+            shapes = hf_tensor_shapes(self.hf_config)
+            self._rounded = RoundedWeights(
+                train.fake_quantization, self._shards, shapes, torch.distributed.get_rank()
+            )
         self._memory = DeviceMemory(self.chunks, self.optimizer)
         self._state = RankState(
             self.chunks, self.optimizer, self._memory, has_factors=self._adapter is not None
@@ -174,6 +182,12 @@ class TrainedModel:
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
         return self._shards, local_tensors(self.chunks)
+
+    def round_weights(self) -> AbstractContextManager[None]:
+        """Give weights the values of train.fake_quantization for a while, and then their own."""
+        if self._rounded is None:
+            return nullcontext()
+        return self._rounded.swap_in(local_tensors(self.chunks))
 
     def adapter_layouts(self) -> dict[Content, Held]:
         """Return the same of low-rank factors and of the weights below them; {} without factors."""
@@ -348,9 +362,10 @@ class TrainedModel:
             self._keys.begin(batches, replay=replay_keys)
         self._routing.begin(batches, forward_only=forward_only, replay=replay, record=record)
         self.rank_clock.begin("forward" if forward_only else "train")
-        reports = run_schedule(
-            self.chunks, batches, output, forward_only=forward_only, enter=self._enter
-        )
+        with self.round_weights():
+            reports = run_schedule(
+                self.chunks, batches, output, forward_only=forward_only, enter=self._enter
+            )
         self.rank_clock.end()
         return reports, self._routing.take(batches)
 

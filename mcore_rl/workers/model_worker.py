@@ -46,6 +46,8 @@ class ModelSpec:
 
     profile, profile_dir   the steps and ranks to capture, and the folder of the captures
     outlives_failed_saves  checkpoint.on_error=continue
+    sends_rounded          engines get the rounded weights of train.fake_quantization; False: they
+                           get values of rollout.quantization, which are made of the weights
     """
 
     model: ModelConfig
@@ -59,6 +61,7 @@ class ModelSpec:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     profile_dir: str = ""
     outlives_failed_saves: bool = False
+    sends_rounded: bool = False
 
 
 class ModelWorker:
@@ -99,6 +102,7 @@ class ModelWorker:
         )
         self._rank = rank
         self._loss = spec.loss
+        self._sends_rounded = spec.sends_rounded
         self._profile = spec.profile
         self._profile_dir = Path(spec.profile_dir)
         self._model = model_cls(
@@ -252,10 +256,16 @@ class TrainerWorker(ModelWorker):
         return self._sender.open_links(verdicts)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        return self._sender.send(version, engines, timeout_s)
+        with self._sent_weights():
+            return self._sender.send(version, engines, timeout_s)
 
     def publish_sums(self, version: int, engines: Sequence[str]) -> None:
-        self._sender.publish_sums(version, engines)
+        with self._sent_weights():
+            self._sender.publish_sums(version, engines)
+
+    def _sent_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the weights are those that engines get."""
+        return self._model.round_weights() if self._sends_rounded else nullcontext()
 
 
 class CriticWorker(ModelWorker):

@@ -2,6 +2,7 @@
 start.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from mcore_rl.checks.sizes import (
     check_eval_lens,
     check_indexer_reports,
     check_lens,
+    check_rounding,
     check_sizes,
 )
 from mcore_rl.cli import main
@@ -21,6 +23,7 @@ from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.verdict import check_planned_sizes
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.low_precision import Precision
 from mcore_rl.weights.models.recipe_checks import check_sharing
 from tests.support.recipes import LARGE_BY_LANE
 
@@ -189,3 +192,23 @@ def test_a_run_that_cannot_share_beginnings_is_refused_before_it_starts() -> Non
         check(cut, QWEN)
     with pytest.raises(ValueError, match="deepseek_v3: a model with latent attention"):
         check_sharing(DEEPSEEK.config, config.parallel)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision", "reason"),
+    [
+        ("gpt_oss_20b_grpo_8", "int4", "whose experts are stacked in one tensor"),
+        ("qwen2_5_vl_7b_grpo_8", "fp8", "engines in fp8 serve no vision tower"),
+        ("qwen2_5_vl_7b_grpo_8", "int4", "the model has no routed experts"),
+        ("kimi_k2_grpo_256_128", "int4", ""),
+        ("kimi_k2_grpo_256_128", "fp8", ""),
+    ],
+)
+def test_weights_are_rounded_where_engines_of_the_precision_would_compute_alike(
+    recipe: str, precision: Precision, reason: str
+) -> None:
+    config = load_recipe(recipe, [])
+    policy = PlannedRun.make(config).models.policy
+    refusal = pytest.raises(ValueError, match=f"train.fake_quantization={precision} .*{reason}")
+    with refusal if reason else nullcontext():
+        check_rounding(policy, config.parallel, precision)

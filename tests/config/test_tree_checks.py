@@ -7,10 +7,17 @@ import pytest
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig, ServedModelConfig
 from mcore_rl.config.run import RewardConfig
-from mcore_rl.config.training import CriticConfig, ModelConfig, ParallelConfig, TrainConfig
+from mcore_rl.config.training import (
+    CriticConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from mcore_rl.config.tree_checks import (
     check_colocated,
     check_colocated_models,
+    check_fake_quantization,
     check_overlong,
     check_quantization,
     check_replay,
@@ -24,6 +31,23 @@ def test_weights_are_quantized_from_bfloat16() -> None:
     check_quantization(RolloutConfig(), ModelConfig(dtype="float32"))
     with pytest.raises(ValueError, match=r"model.dtype=float32: needs model.dtype=bfloat16"):
         check_quantization(fp8, ModelConfig(dtype="float32"))
+
+
+def test_engines_compute_with_the_weights_that_train() -> None:
+    plain, fp8 = RolloutConfig(), RolloutConfig(quantization="fp8")
+    check_fake_quantization(TrainConfig(), fp8)
+    check_fake_quantization(TrainConfig(fake_quantization="fp8"), fp8)
+    for precision in ("fp8", "int4"):
+        check_fake_quantization(TrainConfig(fake_quantization=precision), plain)
+    with pytest.raises(
+        ValueError,
+        match=r"train.fake_quantization=int4 with rollout.quantization=fp8: .* other weights than"
+        r" training; set train.fake_quantization=fp8, or rollout.quantization=none",
+    ):
+        check_fake_quantization(TrainConfig(fake_quantization="int4"), fp8)
+    with_factors = TrainConfig(fake_quantization="fp8", lora=LoraConfig(rank=8))
+    with pytest.raises(ValueError, match=r"train.fake_quantization=fp8 with train.lora.rank=8: "):
+        check_fake_quantization(with_factors, plain)
 
 
 @pytest.mark.parametrize(

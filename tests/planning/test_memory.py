@@ -46,6 +46,15 @@ def test_states_of_a_model_are_divided_as_megatron_divides_them() -> None:
     assert total(ranks, "gradients") == 2 * total(ranks, "weights")
 
 
+def test_rounded_matrices_are_kept_while_a_pass_runs() -> None:
+    layout = ["rollout.mode=sync", "parallel.dp=8", "parallel.tp=1", "parallel.ep=8"]
+    experts = 48 * 128 * 3 * 2048 * 768 / 8
+    attention = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+    for precision, numbers in (("none", 0), ("int4", experts), ("fp8", experts + attention)):
+        ranks = predict(QWEN, *layout, f"train.fake_quantization={precision}")
+        assert total(ranks, "weights before rounding") == 2 * numbers
+
+
 def test_lion_keeps_one_moment_of_all_parameters_and_muon_of_its_matrices() -> None:
     """Float32 main weights and moments: 12, 8 and nearly 8 bytes of 30.53e9 parameters."""
     layout = ["rollout.mode=sync", "parallel.dp=8", "parallel.tp=1", "parallel.ep=8"]

@@ -287,6 +287,7 @@ def links_of(config: Config, start_step: int = 0) -> SyncController:
         timeout_s=1.0,
         start_step=start_step,
         is_colocated=config.cluster.colocated,
+        is_rounded=config.train.fake_quantization != "none",
         factors=choose_factors(config.train.lora, config.model, config.rollout, policy, 0),
     )
 
@@ -336,6 +337,7 @@ def test_syncs_are_read_back_as_the_recipe_says(staged: bool) -> None:
         ((), 3, False),
         (("model.init=random",), 0, False),
         (("model.dtype=bfloat16", "rollout.quantization=fp8"), 0, False),
+        (("train.fake_quantization=int4",), 0, False),
         (("sync.verify=transfer",), 0, False),
         (("cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0"), 0, False),
     ],

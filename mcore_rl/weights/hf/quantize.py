@@ -1,4 +1,4 @@
-"""Quantizes bfloat16 or float32 weights to block FP8, band by band."""
+"""Quantizes bfloat16 or float32 weights to block FP8, band by band, and dequantizes them."""
 
 import torch
 from torch import Tensor
@@ -30,3 +30,11 @@ def quantize_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> N
         torch.div(amax_kB.amax(1).clamp_(min=_MIN_AMAX), _FP8_MAX, out=scales_k)
         factors_K = (1.0 / scales_k).repeat_interleave(BLOCK)[:num_columns]
         values_NK[first : first + BLOCK].copy_(band_RK * factors_K)
+
+
+def dequantize_blocks(values_NK: Tensor, scales_nk: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values (float8_e4m3fn) times the scales (float32) of their blocks, rounded once."""
+    num_rows, num_columns = values_NK.shape
+    scales_Nk = scales_nk.repeat_interleave(BLOCK, 0)[:num_rows]
+    scales_NK = scales_Nk.repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return scales_NK.mul_(values_NK.to(torch.float32)).to(dtype)
