@@ -16,7 +16,7 @@ from tests.house.test_documents import commands
 from tests.support.policy import read
 from tests.support.small_hf import assert_equal, read_all
 
-QUICK = ("deepseek_v3", "qwen3")
+QUICK = ("deepseek_v3",)
 """Families of `make test`."""
 
 

@@ -110,7 +110,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_singleton_shards_are_merged(
     foreign: Path, tmp_path: Path, command: Any, kind: str
 ) -> None:

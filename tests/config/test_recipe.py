@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import check_texts, leaves, list_recipes, load_recipe, require
 from mcore_rl.config.shipped import HOME, RECIPES_DIR, resolve_shipped
@@ -11,11 +12,14 @@ from mcore_rl.config.shipped import HOME, RECIPES_DIR, resolve_shipped
 MODEL = "recipes/model/deepseek_v3"
 
 
-def test_every_shipped_recipe_composes_and_has_a_headline() -> None:
+def test_every_shipped_recipe_composes_has_a_headline_and_what_its_algorithm_needs() -> None:
     recipes = list_recipes()
     assert "tiny_moe_grpo" in recipes
     for name, headline in recipes.items():
-        assert isinstance(load_recipe(name, []), Config)
+        config = load_recipe(name, [])
+        assert isinstance(config, Config)
+        if name != "tiny_moe_distillation":  # whose teacher a user names
+            check_algorithm(config)
         assert headline, f"{name}.yaml should begin with a comment that says what it is"
 
 

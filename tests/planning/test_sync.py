@@ -20,7 +20,7 @@ from mcore_rl.planning.sync import (
 )
 from mcore_rl.weights.plan.cost import Load, Traffic
 from tests.support.policy import read
-from tests.support.recipes import LARGE, plan_of
+from tests.support.recipes import LARGE, LARGE_BY_LANE, plan_of
 
 SPLIT = [
     "cluster=h200",
@@ -165,26 +165,34 @@ def test_nothing_is_started_and_no_engine_is_imported() -> None:
     assert run.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_table_in_the_document_is_what_the_command_prints() -> None:
+def read_table() -> dict[str, list[str]]:
+    """Return recipe -> further cells of the table in docs/sync.md."""
     lines = [line for line in read(Path("docs/sync.md")).splitlines() if line.startswith("| `")]
-    assert len(lines) == len(LARGE)
-    for line in lines:
-        recipe, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
-        plan = plan_of(recipe)
-        gib = [
-            plan["trainer_out_per_rank"][1],
-            plan["direct_trainer_out_per_rank"][1],
-            plan["engine_in_per_rank"][1],
-            plan["busiest_link_bytes"],
-            plan["lower_bound_bytes"],
-        ]
-        seconds = [plan[name] for name in ("seconds", "direct_seconds", "gather_broadcast_seconds")]
-        assert cells == [
-            f"{plan['trainer_ranks']} to {plan['engine_ranks']}",
-            f"{plan['model_bytes'] / 2**30:.1f}",
-            *(f"{count / 2**30:.2f}" for count in gib),
-            *(f"{value:.3f}" for value in seconds),
-        ]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    return {recipe: cells for recipe, *cells in rows}
+
+
+def test_the_table_in_the_document_has_every_large_recipe() -> None:
+    assert sorted(read_table()) == sorted(LARGE)
+
+
+@pytest.mark.parametrize("recipe", LARGE_BY_LANE)
+def test_the_table_in_the_document_is_what_the_command_prints(recipe: str) -> None:
+    plan = plan_of(recipe)
+    gib = [
+        plan["trainer_out_per_rank"][1],
+        plan["direct_trainer_out_per_rank"][1],
+        plan["engine_in_per_rank"][1],
+        plan["busiest_link_bytes"],
+        plan["lower_bound_bytes"],
+    ]
+    seconds = [plan[name] for name in ("seconds", "direct_seconds", "gather_broadcast_seconds")]
+    assert read_table()[recipe] == [
+        f"{plan['trainer_ranks']} to {plan['engine_ranks']}",
+        f"{plan['model_bytes'] / 2**30:.1f}",
+        *(f"{count / 2**30:.2f}" for count in gib),
+        *(f"{value:.3f}" for value in seconds),
+    ]
 
 
 @pytest.mark.parametrize(

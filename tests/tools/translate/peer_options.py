@@ -11,8 +11,11 @@ Each file begins with its source and license, which NOTICE names, too.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mcore_rl.tools.translate.nemo_rl import translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
@@ -32,6 +35,19 @@ SLIME: dict[str, dict[str, Any]] = _read("slime_0_3_1_options.json")
 SCRIPTS: dict[str, list[str]] = _read("slime_0_3_1_examples.json")
 NEMO: dict[str, dict[str, Any]] = _read("nemo_rl_0_7_0_options.json")
 CONFIGS: dict[str, dict[str, Any]] = _read("nemo_rl_0_7_0_examples.json")
+
+
+NUM_QUICK = 4
+"""Examples of each peer that `make test` translates."""
+
+
+def by_lane(examples: Iterable[str]) -> list[Any]:
+    """Return the parameters of a test of every example; most are left to the night."""
+    names = enumerate(examples)
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] * (number >= NUM_QUICK))
+        for number, name in names
+    ]
 
 
 def slime(program: str = "train.py", /, **given: Any) -> Translation:

@@ -10,7 +10,7 @@ from mcore_rl.tools.translate.nemo_rl import OTHER_LOOPS, translate_nemo_rl
 from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions
 from tests.tools.translate.accounts import changed, decided, told, values
-from tests.tools.translate.peer_options import CONFIGS, NEMO, nemo, whole_nemo
+from tests.tools.translate.peer_options import CONFIGS, NEMO, by_lane, nemo, whole_nemo
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
@@ -40,7 +40,7 @@ def test_the_defaults_are_those_of_an_option_that_is_left_out() -> None:
     assert set(of_file) - set(of_nothing) <= further
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", by_lane(CONFIGS))
 def test_examples_make_recipes_that_can_be_loaded(tmp_path: Path, name: str) -> None:
     options = whole_nemo(name)
     translation = translate_nemo_rl(options)

@@ -12,7 +12,7 @@ from mcore_rl.tools.translate.slime_script import read_slime
 from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine, says, translate_flags
 from tests.tools.translate.accounts import decided, told, values
-from tests.tools.translate.peer_options import SCRIPTS, SLIME, slime
+from tests.tools.translate.peer_options import SCRIPTS, SLIME, by_lane, slime
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
@@ -37,7 +37,7 @@ def test_every_option_of_sglang_is_handed_on_or_has_a_reason() -> None:
     assert all(reason_of(name) is not None for name in set(names) - passed)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", by_lane(SCRIPTS))
 def test_scripts_of_slime_make_recipes_that_can_be_loaded(tmp_path: Path, name: str) -> None:
     options = read_slime(SCRIPTS[name])
     translation = translate_slime(options)
