@@ -30,12 +30,12 @@ def tag_processes(session: str) -> Iterator[None]:
     """Tag the processes that the block starts and end them afterwards.
 
     If this process dies first, a watchdog ends them. Their temporary files go to the session's
-    folder, which is removed; compile caches are kept.
+    folder, which is removed; compile caches are kept. Variables of the environment say so, and are
+    left as they are: `restore_variables` is for the caller.
     """
     arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S)]
     command = [sys.executable, "-I", watchdog.__file__, *arguments]
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    before = dict(os.environ)
     os.environ[watchdog.TAG] = os.environ["TMPDIR"] = session
     os.environ.update(find_compile_caches())
     try:
@@ -45,8 +45,6 @@ def tag_processes(session: str) -> Iterator[None]:
             watchdog.end_session(session)
             watchdog_process.kill()
             wait_killed(watchdog_process, "the watchdog")
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @contextmanager

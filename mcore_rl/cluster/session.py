@@ -45,7 +45,7 @@ from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
 from mcore_rl.process.process_state import describe_state
 from mcore_rl.process.signals import handle_outside_forks, terminate
-from mcore_rl.process.variables import set_variables
+from mcore_rl.process.variables import restore_variables, set_variables
 
 _log = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 10.0
@@ -106,6 +106,7 @@ def open_ray_session(
             yield
         return
     with (
+        restore_variables(),  # not where Ray is lost, whose threads go on reading them
         _exit_if_ray_is_lost(),
         make_ray_temp_dir() as temp_dir,
         tag_processes(str(temp_dir)),
@@ -187,7 +188,7 @@ def _keep_ray_on_loopback() -> Iterator[None]:
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
-    # For the processes that Ray starts; tag_processes restores the environment.
+    # For the processes that Ray starts.
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     try:
         yield

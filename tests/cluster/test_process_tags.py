@@ -20,13 +20,14 @@ from mcore_rl.cluster.process_tags import (
 from mcore_rl.cluster.watchdog import TAG
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.folders import LONGEST_PATH
+from mcore_rl.process.variables import restore_variables
 from tests.support.small_disks import mounted
 
 
 def test_a_process_that_left_its_session_ends_with_the_block() -> None:
     with make_ray_temp_dir() as folder:
         assert folder.name.startswith(TEMP_PREFIX)
-        with tag_processes(str(folder)):
+        with restore_variables(), tag_processes(str(folder)):
             assert tempfile.gettempdir() != str(folder)  # already chosen in this process
             assert os.environ["TMPDIR"] == os.environ[TAG] == str(folder)
             started = subprocess.Popen(
@@ -47,7 +48,7 @@ time.sleep(600)
 
 
 def test_a_process_that_does_not_end_leaves_no_shared_memory() -> None:
-    with make_ray_temp_dir() as folder, tag_processes(str(folder)):
+    with restore_variables(), make_ray_temp_dir() as folder, tag_processes(str(folder)):
         started = subprocess.Popen(
             [sys.executable, "-c", SHARING], stdout=subprocess.PIPE, text=True
         )

@@ -34,6 +34,7 @@ from mcore_rl.planning.bundles import ENGINE_NODE, TRAINER_NODE
 from mcore_rl.process.process_state import wait_killed
 from mcore_rl.process.safe_path import safe_module
 from mcore_rl.process.signals import EXIT_STATUS, SIGNAL
+from mcore_rl.process.variables import restore_variables
 
 POLL_S = 0.5
 FAREWELL_S = 20.0
@@ -111,7 +112,7 @@ def run_node(job: Job) -> int:
         rendezvous.note(job.rank, Note(FAILED, str(error)))
         raise
     _set_environment(rendezvous, facts.address, job)
-    with make_ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
+    with restore_variables(), make_ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
         try:
             if job.rank == 0:
                 return _lead(job, facts, rendezvous, stops, temp_dir)

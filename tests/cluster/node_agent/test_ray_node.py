@@ -14,6 +14,7 @@ import pytest
 from mcore_rl.cluster.node_agent.job import Rendezvous
 from mcore_rl.cluster.node_agent.ray_node import JoinedNodes, RayNode, RayProcesses
 from mcore_rl.cluster.process_tags import make_ray_temp_dir, tag_processes
+from mcore_rl.process.variables import restore_variables
 
 pytestmark = pytest.mark.e2e
 JOIN = """
@@ -49,7 +50,7 @@ def test_a_second_node_joins_the_first_with_the_token_alone(
     rendezvous.make_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(rendezvous.token))
-    with make_ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
+    with restore_variables(), make_ray_temp_dir() as temp_dir, tag_processes(str(temp_dir)):
         head = RayProcesses(facts("a", "127.0.0.2"), None, temp_dir, tmp_path / "ray_a.log")
         joined = JoinedNodes(head.head_address, 2, tmp_path)
         wait_until(lambda: list(joined.names()) == ["a"])
