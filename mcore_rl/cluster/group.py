@@ -27,7 +27,7 @@ from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lost_samples import SamplesLostError
-from mcore_rl.process.signals import TerminatedError
+from mcore_rl.process.signals import TerminatedError, hold_signals
 
 BULK = "bulk"
 """Ray's concurrency group for calls that move much data, so that other calls need not wait."""
@@ -73,7 +73,8 @@ class RankGroup:
     """One actor process per slot, each around one worker object.
 
     After a failure the whole group is killed, because the other ranks would hang in a collective.
-    After a SamplesLostError, which all ranks raise before they begin, the ranks go on.
+    After a SamplesLostError, which all ranks raise before they begin, the ranks go on. A signal
+    waits until a call is on its way to all ranks: those that have it would wait for the others.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class RankGroup:
     ) -> list[Any]:
         """Call `method` on every rank as `call_all` does, with arguments by rank."""
         pairs = zip(self._actors, args_per_rank, strict=True)
-        refs = [actor.call.remote(deadline_s, method, *args) for actor, args in pairs]
+        with hold_signals():
+            refs = [actor.call.remote(deadline_s, method, *args) for actor, args in pairs]
         return self.finish(self._expect(method, refs, deadline_s))
 
     async def call_one_async(
@@ -268,10 +270,12 @@ class RankGroup:
                 f" {self.dp_size}"
             )
         slices = [ray.put(value) for value in per_dp_args]
-        refs = [
-            actor.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
-            for actor, dp in zip(self._actors, self._dp_ranks, strict=True)
-        ]
+        pairs = zip(self._actors, self._dp_ranks, strict=True)
+        with hold_signals():
+            refs = [
+                actor.call.remote(deadline_s, method, slices[dp], *args, **kwargs)
+                for actor, dp in pairs
+            ]
         return self.finish(self._expect(method, refs, deadline_s))
 
     async def watch(
@@ -351,7 +355,10 @@ class RankGroup:
     def _send_all(
         self, method: str, args: tuple[object, ...], kwargs: dict[str, object], deadline_s: float
     ) -> Answers:
-        refs = [actor.call.remote(deadline_s, method, *args, **kwargs) for actor in self._actors]
+        with hold_signals():
+            refs = [
+                actor.call.remote(deadline_s, method, *args, **kwargs) for actor in self._actors
+            ]
         return self._expect(method, refs, deadline_s)
 
     def _expect(self, method: str, refs: list[ray.ObjectRef], deadline_s: float) -> Answers:

@@ -30,7 +30,8 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], object]
 _AGAIN_S = 0.01
 _depth = 0
-"""How many of this module's after-callbacks a fork of the main thread still has to run."""
+"""How many of this module's after-callbacks a fork of the main thread still has to run, plus the
+blocks of `hold_signals` that the thread is in."""
 
 
 def handle_outside_forks(number: signal.Signals, handler: Handler) -> None:
@@ -75,6 +76,19 @@ def _forget() -> None:
     global _depth
     _depth = 0
     _waiting.clear()
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Have signals that come in the block of the main thread handled right after it.
+
+    This holds for handlers that `handle_outside_forks` installed.
+    """
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
 
 
 def keep_interrupts() -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray.util.placement_group import remove_placement_group
@@ -251,6 +252,26 @@ def test_ranks_go_on_after_a_signal_and_after_a_canceled_call(
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(group.call_all_async("rest", 1.0, deadline_s=30), 0.3))
     assert group.call_all("scaled", [1], factor=2, deadline_s=30) == [(k, [2]) for k in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["call_all", "call_each", "dispatch"])
+def test_a_signal_waits_until_a_call_is_on_its_way_to_all_ranks(make_group, kind: str) -> None:
+    """Otherwise a rank would wait in a collective for one that never got the call."""
+    group = make_group(2)
+    group.find_coordinates(deadline_s=30)
+    last = group._actors[1]
+
+    def call_last(*args: object) -> object:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # Python's handler runs here.
+        return last.call.remote(*args)
+
+    arguments = {"call_all": [1], "call_each": [([1],), ([1],)], "dispatch": [[1]]}[kind]
+    group._actors[1] = SimpleNamespace(call=SimpleNamespace(remote=call_last))
+    with pytest.raises(KeyboardInterrupt):
+        getattr(group, kind)("count", arguments, deadline_s=30)
+    group._actors[1] = last
+    assert group.call_all("count", [0], deadline_s=30) == [2, 2]
 
 
 def test_guarded_work_returns_while_all_is_well(make_group) -> None:

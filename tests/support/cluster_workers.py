@@ -25,12 +25,19 @@ class Worker:
             raise ValueError("no rank 99 here")
         self.rank = rank
         self.children: list[subprocess.Popen[bytes]] = []
+        self.num_calls = 0
 
     def coordinate(self) -> Place:
         return Place(dp=self.rank // 2, tp=self.rank % 2, owns_output=self.rank % 2 == 1)
 
     def scaled(self, values: list[int], factor: int) -> tuple[int, list[int]]:
         return self.rank, [factor * value for value in values]
+
+    def count(self, on: list[int]) -> int:
+        """Return how often this was called."""
+        self.num_calls += 1
+        time.sleep(on[0])
+        return self.num_calls
 
     def speak(self) -> None:
         print(f"said by {self.rank}")
