@@ -53,6 +53,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_teacher_that_is_the_policy_agrees_with_it_in_every_row(run: Run) -> None:
     assert run.finish(900) == 0, run.tail()
     [step] = [line for line in run.metrics() if "loss/total" in line]

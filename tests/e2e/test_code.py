@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.tasks.code import prepare_code
 from tests.support.runs import Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2700)]
 
 
 def train(recipe: str, demonstrations: str, tmp_path: Path) -> tuple[Run, dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from mcore_rl.tasks.countdown import prepare_countdown
 from tests.support.runs import Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_exploration_gains_thirty_points_on_held_out_problems(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.support.real_model import batch_of, logprobs_of, write_smollm2
 from tests.support.runs import Run
 from tests.support.tiny_training import transformers_logprobs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 TEXT = (
     "The capital of France is Paris. Seven plus five is twelve,"
     " and seven times five is thirty-five."

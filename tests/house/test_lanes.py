@@ -103,3 +103,15 @@ def test_changes_are_those_since_main_committed_or_not(tmp_path: Path) -> None:
     write("old", "2")
     (tmp_path / "new").write_text("1")
     assert sorted(list_changed_files(tmp_path)) == ["committed", "new", "old"]
+
+
+def test_no_test_waits_for_a_run_longer_than_it_may_take() -> None:
+    """pytest-timeout would end it before the run is over, whose output then goes unseen."""
+    [usual_s] = map(
+        int, re.findall(r"^timeout = (\d+)$", read(Path("pyproject.toml")), re.MULTILINE)
+    )
+    for path in python_files("tests/e2e"):
+        text = read(path)
+        waits_s = [int(wait) for wait in re.findall(r"\.finish\((\d+)\)", text)]
+        limits_s = [int(limit) for limit in re.findall(r"mark\.timeout\((\d+)\)", text)]
+        assert max(waits_s, default=0) < max([usual_s, *limits_s]), path
