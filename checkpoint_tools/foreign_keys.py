@@ -12,9 +12,8 @@ from fnmatch import fnmatchcase
 
 from checkpoint_tools.stored import Checkpoint, Chunk, StoredTensor
 from mcore_rl.weights.layouts.training import LocalPart
+from mcore_rl.weights.models.mtp import PREFIX
 
-MTP = "mtp."
-"""Prefix of the keys of Megatron's layers for multi-token prediction."""
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])")
 _ADAM = re.compile(r"(chained_\d+\.)?optimizer\.state\.[a-z_]+\.")
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)\.(.*)")
@@ -74,9 +73,10 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 def explain_unknown(key: str) -> str:
     """Return what to do about a tensor that no family's table has."""
-    if key.startswith(MTP):
+    if key.startswith(PREFIX):
         return (
-            f"layers for multi-token prediction are not merged; --leave-out '{MTP}*' takes those of"
-            " --source-hf, as far as it has them"
+            "no layer for multi-token prediction of this model is merged: none is in its table, or"
+            " config.json says that it has none; --leave-out 'mtp.*' takes those of --source-hf,"
+            " as far as it has them"
         )
     return "--leave-out PATTERN merges the checkpoint without the tensors whose keys match"

@@ -22,9 +22,15 @@ from checkpoint_tools.assembly import (
 from checkpoint_tools.foreign_keys import explain_unknown, find_part
 from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.box import Shard, contiguous_strides
-from mcore_rl.weights.hf.config import linear_layers, pad_vocab_size
+from mcore_rl.weights.hf.config import (
+    find_mtp_problem,
+    linear_layers,
+    pad_vocab_size,
+    with_trained_mtp,
+)
 from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.mtp import PREFIX
 from mcore_rl.weights.models.table import NUMBERED_BY, Family, HfConfig, Rule, Shape, number_key
 from mcore_rl.weights.models.value_head import add_value_head
 
@@ -32,10 +38,25 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 def choose_config(tensors: Mapping[str, StoredTensor], hf_config: HfConfig) -> HfConfig:
-    """Return `hf_config`, with a value head if the checkpoint is a critic's."""
+    """Return `hf_config`, with the parts that only some runs of the model have.
+
+    They are a critic's value head, and trained layers for multi-token prediction.
+    """
     output = tensors.get(OUTPUT_LAYER)
     is_critic = output is not None and output.shape[0] == 1 and hf_config["vocab_size"] > 1
-    return add_value_head(hf_config) if is_critic else hf_config
+    if is_critic:
+        return add_value_head(hf_config)
+    return choose_mtp(hf_config) if has_mtp(tensors) else hf_config
+
+
+def has_mtp(keys: Iterable[str]) -> bool:
+    """Return whether a checkpoint has trained layers for multi-token prediction."""
+    return any(key.startswith(PREFIX) for key in keys)
+
+
+def choose_mtp(hf_config: HfConfig) -> HfConfig:
+    """Return `hf_config` with its layers for multi-token prediction, if the table has them."""
+    return hf_config if find_mtp_problem(hf_config) else with_trained_mtp(hf_config)
 
 
 def hf_assemblies(

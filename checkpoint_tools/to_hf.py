@@ -1,6 +1,7 @@
 """Merges a Megatron distributed checkpoint into a HuggingFace directory, tensor by tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
-from mcore_rl.weights.hf.config import parse_hf_config, set_dtype
+from mcore_rl.weights.hf.config import parse_hf_config, set_dtype, without_trained_mtp
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.int4 import SHAPE
 from mcore_rl.weights.lora.facts import read_facts
@@ -62,11 +63,13 @@ def to_hf(
     if packed or (family_of(config).carried(config) and has_weights(source_hf)):
         untrained = open_hf(source_hf) if packed else open_plain(source_hf)
         sources.append(untrained)
-        assemblies |= _list_carried(untrained, config)
+        assemblies |= _list_carried(untrained, config, assemblies)
         assemblies |= {
             name + SHAPE: whole(untrained.tensors[name + SHAPE].chunks[0]) for name in packed
         }
-    settings = set_dtype(config, dtype or assemblies[family_of(config).embedding].dtype)
+    settings = set_dtype(
+        without_trained_mtp(config), dtype or assemblies[family_of(config).embedding].dtype
+    )
     if packed:
         settings = put_quantization_back(settings, parse_hf_config(source_hf))
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)
@@ -106,14 +109,27 @@ def _find_int4(source_hf: Path, dtype: str | None) -> dict[str, Chunk]:
     return packed
 
 
-def _list_carried(checkpoint: Checkpoint, config: HfConfig) -> dict[str, Assembly]:
-    """Return the tensors that Megatron does not train, such as multi-token prediction layers."""
+def _list_carried(
+    checkpoint: Checkpoint, config: HfConfig, merged: Mapping[str, Assembly]
+) -> dict[str, Assembly]:
+    """Return the tensors that Megatron does not train, such as multi-token prediction layers.
+
+    Those that the directory has as a copy of another are taken from `merged`.
+    """
     family = family_of(config)
-    return {
-        name: whole(tensor.chunks[0])
-        for name, tensor in checkpoint.tensors.items()
-        if family.is_carried(config, name)
-    }
+    copies = family.copies(config)
+    left_out = family.find_left_out(config)
+    carried: dict[str, Assembly] = {}
+    for name, tensor in checkpoint.tensors.items():
+        if not family.is_carried(config, name):
+            continue
+        original = copies.get(name)
+        if original is None:
+            carried[name] = whole(tensor.chunks[0])
+        else:
+            original = family.tied[original] if original in left_out else original
+            carried[name] = replace(merged[original], name=name, skipped=())
+    return carried
 
 
 def has_weights(folder: Path) -> bool:

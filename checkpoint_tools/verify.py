@@ -15,7 +15,7 @@ from checkpoint_tools.foreign_keys import drop_tensors
 from checkpoint_tools.hf_model import find_tied_heads, read_config
 from checkpoint_tools.int4 import unpack_names
 from checkpoint_tools.ledger import Ledger
-from checkpoint_tools.megatron_model import choose_config, hf_assemblies
+from checkpoint_tools.megatron_model import choose_config, choose_mtp, has_mtp, hf_assemblies
 from checkpoint_tools.opening import open_checkpoint
 from checkpoint_tools.options import Effort, work_through
 from checkpoint_tools.output import buffer_bytes, check_held
@@ -242,6 +242,8 @@ def _sides(
         return sides
     hf = next(checkpoint for checkpoint in checkpoints if checkpoint.kind == "hf")
     config = read_config(source_hf or hf.folder)
+    if any(has_mtp(c.tensors) for c in checkpoints if c.kind == "torch_dist"):
+        config = choose_mtp(config)
     return [_translate_names(checkpoint, config) for checkpoint in checkpoints]
 
 

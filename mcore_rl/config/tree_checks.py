@@ -375,11 +375,13 @@ _FROZEN = (
     "train.freeze_router",
     "train.vision",
     "train.indexer_loss",
+    "train.mtp_loss",
     "train.router_aux_loss_coef",
     "train.router_sequence_aux_loss_coef",
     "train.router_bias_rate",
 )
-"""Options of weights that are frozen under factors: routers, indexers, biases, vision towers."""
+"""Options of weights that are frozen under factors: routers, indexers, layers for multi-token
+prediction, biases, vision towers."""
 
 
 def find_unread_beside_lora(

@@ -132,6 +132,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "indexer/grad_norm": "norm of the indexers' gradient before clipping",
         "indexer/layer_<i>/<name>": "differing_share and loss of one layer",
     },
+    "Layers for multi-token prediction": {
+        "mtp/loss": "train.mtp_loss without its weight, mean over predictions and layers, nats",
+        "mtp/acceptance": "share of predictions that the policy's own best token confirms",
+        "mtp/grad_norm": "norm of these layers' gradient before clipping",
+    },
     "Weight sync": {
         "sync/seconds": "wall time of the weight sync",
         "sync/transfer_seconds": "wall time of its transfer, slowest engine",

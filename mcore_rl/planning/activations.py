@@ -98,6 +98,20 @@ class Activations:
         chunk = min(self._step.logprob_chunk, self._tokens)
         return width * (2 * self._step.itemsize * self._tokens + LOGITS_COPIES * FLOAT32 * chunk)
 
+    def count_drafts(self, padded_vocab: int, pp: int) -> float:
+        """Bytes of trained layers for multi-token prediction beside their states (last stage).
+
+        They are activations and logits of one micro-batch, whose backward pass comes next, and with
+        several stages a copy of the embedding. Each layer keeps what the model's last one does, its
+        two inputs and, unless they are recomputed, the outputs of both norms and of the projection,
+        and the input of the norm behind it.
+        """
+        inputs = (2 if self._step.recomputed == WHOLE_LAYERS else 6) * self._hidden
+        kept = self.count_kept(self._sizes["layers"] - 1) + inputs
+        each = kept + self.count_logits(padded_vocab)
+        copy = padded_vocab / self._step.tp * self._sizes["hidden"] * self._step.itemsize
+        return self._sizes["mtp_layers"] * each + (copy if pp > 1 else 0)
+
     def _count_inner(self, layer: int, recomputed: Collection[str]) -> float:
         """Bytes inside a layer, but for what the modules `recomputed` compute again."""
         count_linear = self._count_mamba if self._has_mamba else self._count_delta_net

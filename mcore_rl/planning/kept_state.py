@@ -32,7 +32,7 @@ def predict_kept_states(run: PlannedRun, recovery: RecoveryConfig) -> list[KeptS
     """Return what trainer and critic keep; [] if lost ranks are not recovered."""
     if not recovery.is_used:
         return []
-    policy = run.models.policy.config
+    policy = run.models.policy.choose_trained(run.train.mtp_loss).config
     uses = predict_trainer(run, NO_LINKS)
     trainer = _find_largest(run.dtype, policy, run.parallel, uses, run.train)
     kept = [KeptState("trainer", trainer, run.parallel.world_size)]

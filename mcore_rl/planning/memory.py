@@ -269,7 +269,7 @@ def _predict_trainer_gpus(run: PlannedRun, sync: SyncMemory | None) -> Iterable[
 def predict_trainer(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses]:
     """Bytes per purpose of a trainer rank of each pipeline stage; see predict_memory."""
     stages = _predict_training(
-        run.models.policy.config,
+        run.models.policy.choose_trained(run.train.mtp_loss).config,
         run.dtype,
         run.parallel,
         run.train,
@@ -337,6 +337,8 @@ def _predict_training(
             uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.count_logits(sizes.padded_vocab)
+            if train.mtp_loss:
+                uses["drafts"] = activations.count_drafts(sizes.padded_vocab, parallel.pp)
         stages.append(uses)
     return stages
 

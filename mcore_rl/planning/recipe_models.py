@@ -73,6 +73,7 @@ def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfi
         ddp={**train.ddp, **critic.ddp},
         lora=LoraConfig(),
         fake_quantization="none",
+        mtp_loss=0.0,
     )
 
 

@@ -156,7 +156,7 @@ def run_sft(config: Config) -> None:
         return
     needed = {"sft.data": config.sft.data}
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
-    config = replace(config, train=without_replay(config.train, policy))
+    config = replace(config, train=without_replay(config.train, config.model, policy))
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.sft
     cache_dir = token_cache_dir(config.data.cache_dir)
@@ -188,7 +188,7 @@ def run_dpo(config: Config) -> None:
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     needed = {"dpo.data": config.dpo.data}
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
-    config = replace(config, train=without_replay(config.train, policy))
+    config = replace(config, train=without_replay(config.train, config.model, policy))
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     options = config.dpo
     cache_dir = token_cache_dir(config.data.cache_dir)

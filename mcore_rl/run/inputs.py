@@ -33,7 +33,7 @@ from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.parity_check import MOST_SEQUENCES, make_probe
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
-from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import find_other_format
 from mcore_rl.weights.lora.recipe_checks import check_factors
@@ -69,7 +69,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     policy, tokenizer = open_policy(
         config.model, config.algorithm, config.run.dir, list_prompt_options(config.data)
     )
-    check_routing(config.train, policy.config)
+    check_training(config.train, config.model, policy)
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     warn_of_cut_distribution(config.rollout)
     collector = collector_spec(config, policy, tokenizer)
@@ -148,21 +148,42 @@ def _open_model(model: ModelConfig) -> tuple[ModelFacts, PreTrainedTokenizerBase
                 f"{find_other_format(policy.path)}; model.init=random starts without"
             )
         open_hf_dir(policy)
-        if carried := sorted(list_carried_tensors(policy.path, policy.config)):
-            print(
-                f"{len(carried)} tensors are not trained, but go into exports unchanged:"
-                f" {carried[0]}, ..."
-            )
     return policy, load_tokenizer(policy.path, "model.path", model.trust_remote_code)
 
 
-def without_replay(train: TrainConfig, policy: ModelFacts) -> TrainConfig:
+def check_training(train: TrainConfig, model: ModelConfig, policy: ModelFacts) -> None:
+    """Raise ValueError naming an option of `train` that the model or its files have no part for.
+
+    Says which tensors are not trained.
+    """
+    check_routing(train, policy.config)
+    if model.init != "hf":
+        return
+    config = policy.config
+    if train.mtp_loss:
+        config = with_trained_mtp(config)
+        try:
+            open_hf_dir(replace(policy, config=config))
+        except ValueError as error:
+            raise ValueError(
+                f"train.mtp_loss={train.mtp_loss}: {error}; without these layers set"
+                " train.mtp_loss=0.0"
+            ) from None
+    carried = list_carried_tensors(policy.path, config).keys() - policy.family.copies(config)
+    if carried:
+        print(
+            f"{len(carried)} tensors are not trained, but go into exports unchanged:"
+            f" {min(carried)}, ..."
+        )
+
+
+def without_replay(train: TrainConfig, model: ModelConfig, policy: ModelFacts) -> TrainConfig:
     """Return the options of training without replays, for sequences that no engine sampled.
 
-    Raises ValueError as check_routing does.
+    Raises ValueError as check_training does.
     """
     train = replace(train, router_replay="none", indexer_replay="none")
-    check_routing(train, policy.config)
+    check_training(train, model, policy)
     return train
 
 

@@ -42,7 +42,7 @@ from mcore_rl.logs.trackers.tracker import TrackedRun
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.deployment import record_layouts
-from mcore_rl.planning.recipe_models import read_critic
+from mcore_rl.planning.recipe_models import make_critic_training, read_critic
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.images import image_marks
@@ -120,7 +120,8 @@ def make_token_trainer(
 
 def make_packing(parallel: ParallelConfig, train: TrainConfig, model: ModelFacts) -> Packing:
     """Return how sequences become micro-batches: by the work that each gives the model."""
-    return Packing.from_config(parallel, train, ModelFlops.from_facts(model))
+    trained = model.choose_trained(train.mtp_loss)
+    return Packing.from_config(parallel, train, ModelFlops.from_facts(trained))
 
 
 def make_stored_trainer(config: Config, run: StartedRun) -> PackedStoredTrainer:
@@ -160,7 +161,8 @@ def make_critic(
         return None
     model = read_critic(options.path, run.policy)
     facts = ModelFacts(model.path, add_value_head(model.config))
-    packing = make_packing(options.parallel, train, facts)
+    own = make_critic_training(train, options)
+    packing = make_packing(options.parallel, own, facts)
     skipped = _note_skipped(run, "critic", options.optimizer)
     critic = PackedCritic(
         started.critic, run.folder, packing=packing, checkpoint=checkpoint, skipped=skipped

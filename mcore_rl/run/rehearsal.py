@@ -100,7 +100,8 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     critic = _smallest_critic(config.critic) if needs_of(config.algorithm).critic else config.critic
     layers = max(_num_layers(parallel), _num_layers(critic.parallel))
     policy = ModelFacts.read(config.model.path)
-    inputs = write_inputs(tiny_config(policy.config, layers), folder / "inputs")
+    tiny = tiny_config(policy.config, layers, trains_mtp=config.train.mtp_loss > 0)
+    inputs = write_inputs(tiny, folder / "inputs")
     max_prompt_len = MAX_FIRST_CONTEXT_LEN if config.agents.is_used else MAX_PROMPT_LEN
     num_gpus = parallel.world_size if config.cluster.colocated else None
     rehearsal = replace(
@@ -298,16 +299,19 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
     return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN, sglang=sglang)
 
 
-def tiny_config(hf_config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+def tiny_config(
+    hf_config: Mapping[str, Any], num_layers: int, *, trains_mtp: bool = False
+) -> dict[str, Any]:
     """Return config.json of a tiny model of this family: `num_layers` layers, at most one dense.
 
-    A hybrid model has as many layers of each of its kinds.
+    A hybrid model has as many layers of each of its kinds. `trains_mtp`: the model's layers for
+    multi-token prediction stay.
     """
     tiny = {key: TINY[key] if key in TINY and value else value for key, value in hf_config.items()}
     tiny |= {
         "vocab_size": len(vocabulary()),
         "num_hidden_layers": num_layers,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": trains_mtp * (hf_config.get("num_nextn_predict_layers") or 0),
     }
     if hf_config.get("num_key_value_heads") == hf_config["num_attention_heads"]:
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from mcore_rl.algo.diagnostics import attribute_diff
 from mcore_rl.algo.sample_sums import add_up_samples, make_known_sums
 from mcore_rl.algo.sequences import SequenceSum, samples_of_tokens, sequence_sum
+from mcore_rl.config import TrainConfig
 from mcore_rl.train.logprobs import (
     VocabParallelSoftmax,
     place_at_tokens,
@@ -29,8 +30,9 @@ from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.train.vision.rank_images import tower_work
 from mcore_rl.train.weights import local_tensors
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
-from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, choose_trained
 from mcore_rl.weights.hf.flops import TowerFlops
+from mcore_rl.weights.models.table import HfConfig
 
 TokenLoss = Callable[[Tensor, Tensor, TrainBatch, SequenceSum], tuple[Tensor, Mapping[str, Tensor]]]
 """(logprobs_T, entropy_T, batch of the same tokens, its sequence sums) -> (loss_T, metrics_T)."""
@@ -40,6 +42,10 @@ class Actor(TrainedModel):
     """One rank's share of the policy and its optimizer."""
 
     _reference: ReferenceWeights | None = None
+
+    def _make_config(self, stored: ModelFacts, train: TrainConfig) -> HfConfig:
+        """Return the config with layers for multi-token prediction if they are trained."""
+        return choose_trained(stored.config, train.mtp_loss)
 
     def compute_logprobs(
         self,
@@ -111,7 +117,7 @@ class Actor(TrainedModel):
                 "train.indexer_replay=engine, but a micro-batch has no keys that indexers chose:"
                 " set train.indexer_replay=none"
             )
-        batches = self._rank_batches(microbatches)
+        batches = self._rank_batches(microbatches, are_learned=True)
         totals = self._sums_over_samples(batches, loss_fn, softmax, replay=replay)
 
         def output(batch: RankBatch, logits_RV: Tensor) -> tuple[Tensor, Report]:
@@ -122,6 +128,9 @@ class Actor(TrainedModel):
             loss = (loss_T * batch.batch.loss_weights_T).sum()
             sums = token_sums(loss, metrics_T, batch.batch.loss_mask_T, batch.num_tokens)
             report = {"sums": sums, "logprobs": logprobs_T.detach(), "fields": batch.batch}
+            if self._drafts is not None:
+                drafts = self._drafts.learn(batch, logits_RV, softmax)
+                return (loss + drafts) * num_tokens, report
             return loss * num_tokens, report
 
         return self._optimizer_step(

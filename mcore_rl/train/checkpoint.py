@@ -43,6 +43,7 @@ from mcore_rl.weights.hf.files import count_not_finite
 from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
+from mcore_rl.weights.models.mtp import PREFIX, TRAINED
 from mcore_rl.weights.models.table import HfConfig
 
 _MOVE_ASIDE = "move the checkpoint's folder aside, and the run continues from the one before"
@@ -226,6 +227,7 @@ class Checkpointer:
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
         check_saved_adapter(folder, here, self._state.adapter, self._state.hf_config)
+        _check_mtp(folder, here, self._state.hf_config)
         _check_optimizer(folder, here, self._state.optimizer)
         with only_safe_pickles(), name_damage(here):
             loaded = self._load(here)
@@ -257,6 +259,20 @@ class Checkpointer:
         if same_layout:
             set_rng_state(loaded["rng"], default_generators())
         return loaded
+
+
+def _check_mtp(folder: Path, here: Path, hf_config: HfConfig) -> None:
+    """Raise ValueError if layers for multi-token prediction are trained in one of both alone.
+
+    `here` is the local copy that is read; messages name `folder`.
+    """
+    is_saved = any(key.startswith(PREFIX) for key, _ in read_places_of(here))
+    if is_saved != (TRAINED in hf_config):
+        has, value = ("has", "above 0") if is_saved else ("has no", "to 0.0")
+        raise ValueError(
+            f"{folder} {has} trained layers for multi-token prediction: set train.mtp_loss {value},"
+            " or start a run with model.path of an exported model"
+        )
 
 
 def _check_optimizer(folder: Path, here: Path, optimizer: MegatronOptimizer) -> None:

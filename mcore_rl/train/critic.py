@@ -6,6 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from mcore_rl.config import TrainConfig
 from mcore_rl.train.packing import RankBatch
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import Report
@@ -27,7 +28,7 @@ class CriticModel(TrainedModel):
     sequence's first token it is that of the whole sequence.
     """
 
-    def _make_config(self, stored: ModelFacts) -> HfConfig:
+    def _make_config(self, stored: ModelFacts, train: TrainConfig) -> HfConfig:
         """Return the config of a policy or of a reward model with one label, with a value head."""
         return add_value_head(stored.config)
 

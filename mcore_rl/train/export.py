@@ -5,9 +5,11 @@ buffers.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +19,11 @@ from mcore_rl.process.disk import report_full_disk
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.checksums import FileSums
+from mcore_rl.weights.hf.config import without_trained_mtp
 from mcore_rl.weights.hf.files import (
     ExportFile,
     commit_export,
+    list_carried_tensors,
     list_export_targets,
     make_empty_tensors,
     plan_export,
@@ -52,11 +56,14 @@ def export_hf(
     """
     world_size = dist.get_world_size()
     rank = dist.get_rank()
-    held_by: list[list[Shard]] = [[] for _ in range(world_size)]
-    dist.all_gather_object(held_by, list(shards))
     family = family_of(hf_config)
-    dtypes = family.dtypes(hf_config, dtype)
-    files = plan_export(family.shapes(hf_config), dtypes, world_size, max_file_bytes)
+    copies = _find_copies(hf_config, side_files_from, storage)
+    held_by: list[list[Shard]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(held_by, [*shards, *_copy_shards(shards, copies)])
+    shapes, dtypes = family.shapes(hf_config), family.dtypes(hf_config, dtype)
+    for copy, original in copies.items():
+        shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
+    files = plan_export(shapes, dtypes, world_size, max_file_bytes)
     sums: dict[str, FileSums] = {}
     for i in range(0, len(files), world_size):
         plan, targets = _plan_round(held_by, files[i : i + world_size], world_size)
@@ -75,12 +82,40 @@ def export_hf(
             all_sums |= rank_sums
         with report_full_disk(out_dir):
             carried = storage.run(
-                write_carried, side_files_from, out_dir, hf_config, max_file_bytes
+                write_carried, side_files_from, out_dir, hf_config, max_file_bytes, set(copies)
             )
-            names = (out_dir, files, hf_config, dtype, side_files_from)
+            names = (out_dir, files, without_trained_mtp(hf_config), dtype, side_files_from)
             storage.run(commit_export, *names, carried, all_sums)
     dist.barrier()
     storage.leave(out_dir)
+
+
+def _find_copies(hf_config: HfConfig, source: Path, storage: Storage) -> dict[str, str]:
+    """Return HF name -> original of the tensors that the source has twice; a collective."""
+    family = family_of(hf_config)
+    possible = family.copies(hf_config)
+    if not possible:
+        return {}
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        found = [sorted(storage.run(list_carried_tensors, source, hf_config))]
+    dist.broadcast_object_list(found)
+    left_out = family.find_left_out(hf_config)
+    return {
+        name: family.tied[possible[name]] if possible[name] in left_out else possible[name]
+        for name in found[0]
+        if name in possible
+    }
+
+
+def _copy_shards(shards: Sequence[Shard], copies: Mapping[str, str]) -> list[Shard]:
+    """Return the shards of copies, which lie where those of their originals do."""
+    return [
+        replace(shard, box=replace(shard.box, name=copy))
+        for copy, original in copies.items()
+        for shard in shards
+        if shard.box.name == original
+    ]
 
 
 def _plan_round(

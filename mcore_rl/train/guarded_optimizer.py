@@ -22,7 +22,7 @@ from mcore_rl.device import device
 
 APART = MTP_GRAD_NORM_GROUP
 """The group of parameters whose gradient has a norm of its own and is clipped by it: the only one
-that megatron-core has, named after layers that predict several tokens, which are not trained."""
+that megatron-core has. It is of layers for multi-token prediction, or of indexers."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,9 @@ class Update:
     has_bad_loss: bool
     is_taken: bool
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the update beside the norm; indexers are what is set apart."""
-        own = {} if self.apart_norm is None else {"indexer/grad_norm": self.apart_norm}
+    def list_metrics(self, apart: str) -> dict[str, float]:
+        """Return the metrics of the update beside the norm; `apart` names what is set apart."""
+        own = {} if self.apart_norm is None else {f"{apart}/grad_norm": self.apart_norm}
         return {**own, "train/skipped_share": float(not self.is_taken)}
 
 

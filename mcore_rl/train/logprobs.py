@@ -20,6 +20,7 @@ On a GPU Triton kernels read the logits as they are instead (device/row_softmax.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,15 @@ class OutputRows:
         """Return the micro-batch that a chunk runs on next, which names the tokens with logits."""
         self._rows_R = placed.scored_R
         return placed
+
+    @contextmanager
+    def choose(self, rows_R: Tensor) -> Iterator[None]:
+        """Within the block the output layer gives logits of these tokens."""
+        of_batch, self._rows_R = self._rows_R, rows_R
+        try:
+            yield
+        finally:
+            self._rows_R = of_batch
 
     def _select(self, layer: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self._rows_R is None:

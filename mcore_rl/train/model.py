@@ -39,12 +39,14 @@ from torch import Tensor
 from mcore_rl.config.training import ExpertGemm
 from mcore_rl.train.experts.layer import use_grouped_products
 from mcore_rl.train.hybrid import make_hybrid_chunk
+from mcore_rl.train.mtp.layers import make_mtp_block
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.train.sparse.indexer import adapt_sparse_attention
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
 from mcore_rl.weights.hf.config import pad_vocab_size
 from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
 
@@ -224,9 +226,10 @@ def _make_gpt_chunk(
     kind: Any = GPTModel
     if family_of(hf_config).has_tower:
         kind = partial(VisionLanguageModel, hf_config=hf_config)
-    return kind(
+    spec = _make_spec(config, hf_config, expert_gemm, vp_stage)
+    chunk = kind(
         config,
-        _make_spec(config, hf_config, expert_gemm, vp_stage),
+        spec,
         vocab_size=pad_vocab_size(hf_config, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         **rotary_options(hf_config),
@@ -236,6 +239,10 @@ def _make_gpt_chunk(
         post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         vp_stage=vp_stage,
     )
+    num_mtp_layers = hf_config.get(TRAINED, 0)
+    if num_mtp_layers and chunk.post_process:
+        chunk.mtp = make_mtp_block(config, spec.layer_specs[-1], num_mtp_layers, vp_stage)
+    return chunk
 
 
 def _make_spec(

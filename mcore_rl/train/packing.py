@@ -37,6 +37,7 @@ from mcore_rl.train.vision.rank_images import RankImages, make_rank_images
 from mcore_rl.types import OwnChoices, TrainBatch
 
 if TYPE_CHECKING:
+    from mcore_rl.train.mtp.ahead import DraftTargets
     from mcore_rl.train.sparse.choices import ChunkKeys
 
 
@@ -115,6 +116,7 @@ class RankBatch:
     vision               images and rotary positions; None for a model that sees text alone
     shared               what sequences with a common beginning attend to; None: each has its own
     scored_R             int64, rising, the local tokens that get logits; None: all of them
+    drafts               what layers for multi-token prediction learn; None: they are not run
     """
 
     tokens_T: Tensor
@@ -133,6 +135,7 @@ class RankBatch:
     vision: RankImages | None = None
     shared: SharedRows | None = None
     scored_R: Tensor | None = None
+    drafts: "DraftTargets | None" = None
 
     @property
     def twins_T(self) -> Tensor | None:
@@ -190,6 +193,8 @@ class RankBatch:
             moved["vision"] = self.vision.on_device(images=images)
         if self.shared is not None:
             moved["shared"] = self.shared.on_device()
+        if self.drafts is not None:
+            moved["drafts"] = self.drafts.on_device() if targets else None
         return replace(self, batch=fields_on_device(self.batch) if targets else self.batch, **moved)
 
 
@@ -272,14 +277,31 @@ def local_sources(
 
 
 def local_tokens(
-    lens_N: tuple[int, ...], cp_rank: int, cp_size: int, tp_size: int, rows: int = 1
+    lens_N: tuple[int, ...],
+    cp_rank: int,
+    cp_size: int,
+    tp_size: int,
+    rows: int = 1,
+    *,
+    ahead: int = 1,
 ) -> Tensor:
-    """Return the tokens that `make_rank_batch` reads, computed or predicted ones, rising."""
+    """Return the tokens that `make_rank_batch` reads, computed or predicted ones, rising.
+
+    ahead   how far from a computed token predicted ones are, at most
+    """
     padded_N = pad_lens(lens_N, cp_size, tp_size, rows)
     sequence_T, position_T = _local_tokens(padded_N, cp_rank, cp_size)
-    computed_T, predicted_T = (_indices(lens_N, sequence_T, position_T + k) for k in (0, 1))
-    read_T = torch.cat([computed_T, predicted_T]).unique()
+    reached = [_indices(lens_N, sequence_T, position_T + k) for k in range(ahead + 1)]
+    read_T = torch.cat(reached).unique()
     return read_T[read_T >= 0]
+
+
+def find_ahead(lens_N: tuple[int, ...], own: RankBatch, distance: int) -> Tensor:
+    """Return the token that is `distance` behind each local one, -1 beyond a sequence.
+
+    It is an index in the micro-batch, whose sequences have `lens_N` tokens.
+    """
+    return _indices(lens_N, own.sequences_T, own.positions_T + distance)
 
 
 def _indices(lens_N: tuple[int, ...], sequence_T: Tensor, position_T: Tensor) -> Tensor:

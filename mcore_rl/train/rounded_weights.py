@@ -11,12 +11,16 @@ with every layer, kernel and layout, and costs a copy of the rounded matrices wh
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mcore_rl.weights.box import Box, Shape, Shard
 from mcore_rl.weights.hf.low_precision import Precision, check_whole, is_rounded, round_weights
+from mcore_rl.weights.models import hf_tensor_shapes
+from mcore_rl.weights.models.table import HfConfig
 
 
 class RoundedWeights:
@@ -28,6 +32,7 @@ class RoundedWeights:
         """Find the matrices among the rank's `shards`.
 
         shapes  of the HF tensors
+        rank    for messages
 
         Raises ValueError naming a matrix whose part on this rank cuts a block or group.
         """
@@ -56,6 +61,15 @@ class RoundedWeights:
         finally:
             for views, whole_NK in kept:
                 _write(whole_NK, views)
+
+
+def make_rounded_weights(
+    precision: Literal["none"] | Precision, shards: Iterable[Shard], hf_config: HfConfig
+) -> RoundedWeights | None:
+    """Return the rank's matrices that train.fake_quantization rounds; None: it is "none"."""
+    if precision == "none":
+        return None
+    return RoundedWeights(precision, shards, hf_tensor_shapes(hf_config), dist.get_rank())
 
 
 def join_rows(shards: Iterable[Shard]) -> list[list[Shard]]:

@@ -171,7 +171,26 @@ class ExpertChoice:
         return scores_TE.gather(1, self.taken_TK), self.taken_TK
 
 
-class TokenWeightedRouter(TopKRouter):
+class SteadyRouter(TopKRouter):
+    """A router whose bias stays as it is, in float32, while the layer runs."""
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Do nothing: Routing.move_bias steers the bias by the load of the whole step.
+
+        megatron-core 0.19.2 counts tokens per expert here. It fails with a padding mask and counts
+        recomputations twice.
+        """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SteadyRouter":
+        """Cast or move the module, but keep the bias in float32, where small differences decide."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.weight.device)
+        return self
+
+
+class TokenWeightedRouter(SteadyRouter):
     """A router whose balance loss is the same in every layout.
 
     The loss of an optimizer step is the token-weighted mean over its micro-batches (aux_loss) or
@@ -200,21 +219,6 @@ class TokenWeightedRouter(TopKRouter):
         probs_TE, routing_map_TE = super().routing(logits, padding_mask=padding_mask)
         self.routing_pass.end_call(call, choice.own_TK, choice.taken_TK, routing_map_TE)
         return probs_TE, routing_map_TE
-
-    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Do nothing: Routing.move_bias steers the bias by the load of the whole step.
-
-        megatron-core 0.19.2 counts tokens per expert here. It fails with a padding mask and counts
-        recomputations twice.
-        """
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TokenWeightedRouter":
-        """Cast or move the module, but keep the bias in float32, where small differences decide."""
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None:
-            self.expert_bias = bias.to(self.weight.device)
-        return self
 
     def _apply_aux_loss(
         self,

@@ -26,6 +26,7 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
 from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, make_adapter
 from mcore_rl.train.model import make_chunks
+from mcore_rl.train.mtp.drafts import make_drafts
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
     compute_learning_rate,
@@ -35,7 +36,7 @@ from mcore_rl.train.optimizer import (
 )
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.recovery.rank_state import RankState
-from mcore_rl.train.rounded_weights import RoundedWeights
+from mcore_rl.train.rounded_weights import make_rounded_weights
 from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
 from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
@@ -50,7 +51,7 @@ from mcore_rl.train.vision.tower import train_only
 from mcore_rl.train.weights import fill_weights, local_tensors, weight_layout
 from mcore_rl.types import FailedSaves, StepStats, TrainBatch
 from mcore_rl.weights.box import Shard
-from mcore_rl.weights.hf.config import ModelFacts, moe_layers
+from mcore_rl.weights.hf.config import ModelFacts, moe_layers, without_trained_mtp
 from mcore_rl.weights.lora.places import Content, Held
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
@@ -79,7 +80,7 @@ class TrainedModel:
         Raises what ModelFacts.read, make_transformer_config and fill_weights raise.
         """
         stored = ModelFacts.read(model.path)
-        self.hf_config = self._make_config(stored)
+        self.hf_config = self._make_config(stored, train)
         self.step = 0
         """Optimizer steps taken or skipped."""
         self._hf_path = stored.path
@@ -103,17 +104,13 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
+        self._drafts = make_drafts(chunks, self.hf_config, train.mtp_loss, self._output_rows)
         self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
         self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
-        self._rounded = None
-        if train.fake_quantization != "none":
-            shapes = hf_tensor_shapes(self.hf_config)
-            self._rounded = RoundedWeights(
-                train.fake_quantization, self._shards, shapes, torch.distributed.get_rank()
-            )
+        self._rounded = make_rounded_weights(train.fake_quantization, self._shards, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
         self._state = RankState(
             self.chunks, self.optimizer, self._memory, has_factors=self._adapter is not None
@@ -122,7 +119,7 @@ class TrainedModel:
         state = TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter)
         self._checkpointer = Checkpointer(state, self._memory.readable)
 
-    def _make_config(self, stored: ModelFacts) -> HfConfig:
+    def _make_config(self, stored: ModelFacts, train: TrainConfig) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
         return stored.config
 
@@ -177,7 +174,8 @@ class TrainedModel:
         cp_rank, cp_size, *others = self._rank_part()
         if not lens_N or cp_size == 1 or self._image_tokens is not None:
             return torch.arange(sum(lens_N))
-        return local_tokens(lens_N, cp_rank, cp_size, *others)
+        ahead = 1 if self._drafts is None else self._drafts.reach
+        return local_tokens(lens_N, cp_rank, cp_size, *others, ahead=ahead)
 
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
@@ -188,6 +186,14 @@ class TrainedModel:
         if self._rounded is None:
             return nullcontext()
         return self._rounded.swap_in(local_tensors(self.chunks))
+
+    def served_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
+        """Return the same of what engines hold, which is all but trained MTP layers."""
+        shards, tensors = self.weight_layout()
+        if self._drafts is not None:
+            served = hf_tensor_shapes(without_trained_mtp(self.hf_config))
+            shards = [shard for shard in shards if shard.box.name in served]
+        return shards, tensors
 
     def adapter_layouts(self) -> dict[Content, Held]:
         """Return the same of low-rank factors and of the weights below them; {} without factors."""
@@ -313,6 +319,8 @@ class TrainedModel:
         self.optimizer.zero_grad()
         rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
         set_learning_rate(self.optimizer, rate)
+        if self._drafts is not None:
+            self._drafts.begin(batches)
         reports, records = self._run(
             batches, output, forward_only=False, replay=replay, replay_keys=replay_keys
         )
@@ -322,7 +330,7 @@ class TrainedModel:
         self.step += 1
         router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
         work = {**self._work(batches), **(self._keys.reduce(num_tokens) if self._keys else {})}
-        work |= peak_memory()
+        work |= {**(self._drafts.end() if self._drafts else {}), **peak_memory()}
         if not is_on_last_stage():
             return None
         sums = [
@@ -334,8 +342,13 @@ class TrainedModel:
             return None
         if update.has_bad_loss and math.isfinite(loss):
             loss = math.nan  # that of another rank
-        of_step = {**metrics, **router, **work, **update.metrics}
+        of_step = {**metrics, **router, **work, **update.list_metrics(self._apart)}
         return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
+
+    @property
+    def _apart(self) -> str:
+        """Return what metrics call the parameters whose gradient has a norm of its own."""
+        return "indexer" if self._drafts is None else "mtp"
 
     def _sum_routing(
         self, report: Report, batch: RankBatch, record: RoutingRecord
@@ -381,12 +394,19 @@ class TrainedModel:
             placed = replace(placed, chunk_keys=self._keys.enter(batch, placed))
         return self._output_rows.enter(placed)
 
-    def _rank_batches(self, microbatches: Sequence[TrainBatch]) -> list[RankBatch]:
+    def _rank_batches(
+        self, microbatches: Sequence[TrainBatch], *, are_learned: bool = False
+    ) -> list[RankBatch]:
+        """Return this rank's parts; `are_learned`: with the targets of MTP layers, if any learn."""
         part = self._rank_part()
         share = self._shared is not None
-        return [
+        made = [
             make_rank_batch(batch, *part, self._image_tokens, share=share) for batch in microbatches
         ]
+        if self._drafts is None or not are_learned:
+            return made
+        pairs = zip(microbatches, made, strict=True)
+        return [self._drafts.name_targets(batch, own) for batch, own in pairs]
 
     def _rank_part(self) -> tuple[int, int, int, int]:
         """Return the arguments of make_rank_batch that say which part of a micro-batch is here."""

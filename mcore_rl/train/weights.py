@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -25,6 +26,7 @@ from mcore_rl.weights.hf.files import load_into
 from mcore_rl.weights.layouts.training import LocalPart, list_training_padding, make_training_shards
 from mcore_rl.weights.lora.facts import FACTORS
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
+from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.value_head import SCORE, has_value_head
 from mcore_rl.weights.plan.coverage import check_coverage
@@ -154,6 +156,8 @@ def fill_weights(
         shards = [shard for shard in shards if shard.box.name != SCORE]
         for head in heads:
             head.view(tensors).zero_()
+    if TRAINED in hf_config:
+        stored = replace(stored, config=hf_config)
     load_into(shards, tensors, stored)
 
 

@@ -244,7 +244,7 @@ class TrainerWorker(ModelWorker):
         if self._sender is None:
             from mcore_rl.weight_sync.sender import WeightSender
 
-            shards, tensors = self._model.weight_layout()
+            shards, tensors = self._model.served_layout()
             adapter = self._model.adapter_layouts()
             self._sender = WeightSender(shards, tensors, self._rank, adapter=adapter)
         return self._sender.describe(content)
@@ -256,14 +256,14 @@ class TrainerWorker(ModelWorker):
         return self._sender.open_links(verdicts)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        with self._sent_weights():
+        with self._swap_in_sent_weights():
             return self._sender.send(version, engines, timeout_s)
 
     def publish_sums(self, version: int, engines: Sequence[str]) -> None:
-        with self._sent_weights():
+        with self._swap_in_sent_weights():
             self._sender.publish_sums(version, engines)
 
-    def _sent_weights(self) -> AbstractContextManager[None]:
+    def _swap_in_sent_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the weights are those that engines get."""
         return self._model.round_weights() if self._sends_rounded else nullcontext()
 

@@ -19,6 +19,7 @@ ON = {"train.lora.rank": 8}
         (ON | {"train.vision": "none"}, "train.vision=none with train.lora.rank=8"),
         (ON | {"train.router_bias_rate": 0.1}, "train.router_bias_rate=0.1 with train.lora.rank=8"),
         (ON | {"train.indexer_loss": 0.1}, "train.indexer_loss=0.1 with train.lora.rank=8"),
+        (ON | {"train.mtp_loss": 0.1}, "train.mtp_loss=0.1 with train.lora.rank=8"),
         (ON | {"train.router_aux_loss_coef": 0.1}, "train.router_aux_loss_coef=0.1 with"),
         (
             ON | {"train.router_sequence_aux_loss_coef": 0.1},

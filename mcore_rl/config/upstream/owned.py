@@ -86,8 +86,8 @@ TRANSFORMER_RULES = Rules(
             *("moe_ffn_hidden_size", "moe_router_topk", "moe_router_topk_limited_devices"),
             *("moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax"),
             *("moe_router_topk_scaling_factor", "moe_router_score_function"),
-            *("moe_router_enable_expert_bias", "moe_apply_probs_on_input", "mtp_num_layers"),
-            *("mtp_loss_scaling_factor", "mtp_standalone", "is_hybrid_model", "mamba_state_dim"),
+            *("moe_router_enable_expert_bias", "moe_apply_probs_on_input", "mtp_standalone"),
+            *("is_hybrid_model", "mamba_state_dim"),
             *("mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mrope_section"),
             *("use_mamba_mem_eff_path", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
             *("qk_pos_emb_head_dim", "v_head_dim", "rope_type", "rotary_base", "rotary_percent"),
@@ -225,7 +225,8 @@ TRANSFORMER_RULES = Rules(
             *("inference_moe_token_dispatcher_type", "moe_pad_experts_for_cuda_graph_inference"),
         ),
         **with_reason(
-            "layers that predict several tokens are not trained; leave it out", "mtp_detach_heads"
+            "set train.mtp_loss",
+            *("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_detach_heads"),
         ),
         **with_reason(_FSDP, "overlap_dispatch_backward_with_experts_wgrad"),
     },

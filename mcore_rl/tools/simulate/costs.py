@@ -424,7 +424,7 @@ class RecipeCosts:
         policy = models.policy
         plan, _ = predict_sync(run, make_deployment(run))
         state = ModelState.make(predict_trainer(run))
-        flops = ModelFlops.from_facts(policy)
+        flops = ModelFlops.from_facts(policy.choose_trained(run.train.mtp_loss))
         image_tokens = config.simulate.image_tokens
         images = image_tokens, config.train, config.rollout.tp, gpu, shares
         recipe = config.train, config.plan, config.model.dtype, config.drift.routed_experts

@@ -35,7 +35,10 @@ PRECISIONS = ("bfloat16", "float32")
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     f"{MEGATRON}.peft.enabled": (False, ADAPTERS),
     "policy.dtensor_cfg.lora_cfg.enabled": (False, ADAPTERS),
-    f"{MEGATRON}.mtp_num_layers": (0, "layers that predict several tokens are not trained"),
+    f"{MEGATRON}.mtp_num_layers": (
+        0,
+        "train.mtp_loss trains the layers that config.json names (docs/mtp.md)",
+    ),
     f"{MEGATRON}.use_linear_ce_fusion_loss": (False, "log-probs are computed in chunks"),
     f"{MEGATRON}.distributed_data_parallel_config.use_custom_fsdp": (
         False,

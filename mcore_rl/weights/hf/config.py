@@ -12,7 +12,7 @@ transformers 5 nests the language model's settings, the published files have the
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mcore_rl.config.shipped import describe_making
 from mcore_rl.process.file_list import read_json
 from mcore_rl.weights.hf.int4 import TEXT, is_int4
 from mcore_rl.weights.models import family_of, refuse_unsupported
+from mcore_rl.weights.models.mtp import COUNTS, TRAINED, count_mtp_layers
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import Family, HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
@@ -139,6 +140,50 @@ def drop_absent_mtp(config: HfConfig, names: Collection[str]) -> dict[str, Any]:
     return settings
 
 
+def with_trained_mtp(config: HfConfig) -> dict[str, Any]:
+    """Return the config in memory of the same model with its layers for multi-token prediction.
+
+    Raises ValueError naming the architecture if it has none, or none that can be trained.
+    """
+    if problem := find_mtp_problem(config):
+        raise ValueError(f"{(config.get('architectures') or ['the model'])[0]} {problem}")
+    return {**config, TRAINED: count_mtp_layers(config)}
+
+
+def choose_trained(config: HfConfig, mtp_loss: float) -> HfConfig:
+    """Return the config in memory of what a policy with this train.mtp_loss trains.
+
+    Raises ValueError as with_trained_mtp does.
+    """
+    return with_trained_mtp(config) if mtp_loss else config
+
+
+def without_trained_mtp(config: HfConfig) -> dict[str, Any]:
+    """Return the config as files have it."""
+    return {key: value for key, value in config.items() if key != TRAINED}
+
+
+def find_mtp_problem(config: HfConfig) -> str:
+    """Return why the model's layers for multi-token prediction cannot be trained; "" if they can.
+
+    Each has the modules of the model's last layer, as in megatron-core.
+    """
+    family = family_of(config)
+    if not family.trains_mtp:
+        return "has no layers for multi-token prediction that can be trained"
+    count = count_mtp_layers(config)
+    if not count:
+        keys = " nor ".join(COUNTS)
+        return f"has no layers for multi-token prediction: config.json has neither {keys} above 0"
+    if count > 1 and not any(rule.goes_on for rule in family.rules):
+        return f"has {count} layers for multi-token prediction in config.json, and files have one"
+    kinds = family.list_kinds(config, config["num_hidden_layers"] - 1)
+    mtp_has_experts = any(r.has_expert_axis for r in family.rules if r.where == "mtp")
+    if mtp_has_experts != ("moe" in kinds) or "softmax" not in kinds:
+        return "ends with a layer of another kind than that for multi-token prediction"
+    return ""
+
+
 def pad_vocab_size(config: HfConfig, tp: int) -> int:
     """Return the rows of the embedding in memory, padding included.
 
@@ -180,6 +225,10 @@ class ModelFacts:
     def read(hf_dir: str | Path) -> "ModelFacts":
         """Raises ValueError naming config.json and the setting if the model is not supported."""
         return ModelFacts(Path(hf_dir), read_hf_config(hf_dir), is_int4(parse_hf_config(hf_dir)))
+
+    def choose_trained(self, mtp_loss: float) -> "ModelFacts":
+        """Return the facts of what a policy with this train.mtp_loss trains."""
+        return replace(self, config=choose_trained(self.config, mtp_loss))
 
     @property
     def architecture(self) -> str:

@@ -14,7 +14,7 @@ config.json.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -371,14 +371,22 @@ def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
 
 
 def write_carried(
-    hf_dir: Path, out_dir: Path, config: HfConfig, max_file_bytes: int = 4 << 30
+    hf_dir: Path,
+    out_dir: Path,
+    config: HfConfig,
+    max_file_bytes: int = 4 << 30,
+    but: Collection[str] = (),
 ) -> list[CarriedFile]:
     """Copy the carried tensors of `hf_dir` to files in `out_dir` and return what was written.
 
     The files have temporary names until `commit_export` renames them.
+
+    but   HF names of tensors that other files have
     """
     written = []
-    batches = _batch_tensors(list_carried_tensors(hf_dir, config), max_file_bytes)
+    carried = list_carried_tensors(hf_dir, config)
+    left = {name: path for name, path in carried.items() if name not in but}
+    batches = _batch_tensors(left, max_file_bytes)
     for number, batch in enumerate(batches, start=1):
         filename = f"carried-{number:05d}.safetensors"
         save_tensors(batch, out_dir / (filename + TEMPORARY))

@@ -38,6 +38,8 @@ class ModelFlops:
     window            keys that a query reads there; None if no layer reads fewer than all
     indexer           operations of all indexers of sparse attention: of a token, and of a query and
                       a key that it sees; they have no backward pass
+    drafts            operations of trained layers for multi-token prediction in a forward and a
+                      backward pass together: of a token, and of a query and a key that it sees
     """
 
     per_token: float
@@ -45,6 +47,7 @@ class ModelFlops:
     per_window_pair: float
     window: int | None
     indexer: tuple[float, float] = (0.0, 0.0)
+    drafts: tuple[float, float] = (0.0, 0.0)
 
     @staticmethod
     def from_facts(facts: ModelFacts) -> "ModelFlops":
@@ -71,7 +74,9 @@ class ModelFlops:
         per_layer = 2.0 * (sizes["q"] + sizes.get("v", sizes["q"]))
         num_full = nums["softmax"] - num_windowed
         pairs = (num_full * per_layer, num_windowed * per_layer)
-        return ModelFlops(2.0 * products, *pairs, window, _count_indexers(facts, nums["indexed"]))
+        indexer = _count_indexers(facts, nums["indexed"])
+        drafts = _count_drafts(facts, experts or dense, per_layer)
+        return ModelFlops(2.0 * products, *pairs, window, indexer, drafts)
 
     def count_forward(self, lens_N: Sequence[int]) -> float:
         """Return the operations of a forward pass over sequences of these lengths."""
@@ -94,7 +99,10 @@ class ModelFlops:
         Recomputed activations are not counted, as in model FLOPs utilization (arXiv:2204.02311,
         appendix B).
         """
-        return (1 + BACKWARD) * self._count_trained(lens_N) + self._count_indexers(lens_N)
+        trained = (1 + BACKWARD) * self._count_trained(lens_N) + self._count_indexers(lens_N)
+        per_token, per_pair = self.drafts
+        pairs = sum(_count_pairs(n, n) for n in lens_N)
+        return trained + per_token * sum(lens_N) + per_pair * pairs
 
 
 def _count_indexers(facts: ModelFacts, num_indexers: int) -> tuple[float, float]:
@@ -106,6 +114,21 @@ def _count_indexers(facts: ModelFacts, num_indexers: int) -> tuple[float, float]
     products += sizes["hidden"] * (sizes["index_head"] + sizes["index_heads"])
     per_pair = sizes["index_q"] + sizes["index_heads"]
     return 2.0 * num_indexers * products, 2.0 * num_indexers * per_pair
+
+
+def _count_drafts(facts: ModelFacts, mlp: int, per_pair: float) -> tuple[float, float]:
+    """Return the operations of all trained MTP layers, by token and by pair, in both passes.
+
+    The output layer is the model's, which gets no gradient of its weights here.
+
+    mlp        multiplications per token of the last layer's experts or MLP
+    per_pair   operations of attention of a layer
+    """
+    sizes = facts.sizes
+    num_layers, hidden = sizes["mtp_layers"], sizes["hidden"]
+    own = _count_attention(facts) + mlp + hidden * sizes["mtp_in"]
+    per_token = 2.0 * ((1 + BACKWARD) * own + BACKWARD * hidden * sizes["vocab"])
+    return num_layers * per_token, num_layers * (1 + BACKWARD) * per_pair
 
 
 def _count_attention(facts: ModelFacts) -> int:

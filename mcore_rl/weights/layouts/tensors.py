@@ -45,6 +45,8 @@ class Entry:
 
     rule     the first rule that has rows of the tensor
     others   further rules that have other sections of the tensor
+    expert   number of the expert whose tensor it is, in a module outside the layers
+    listed   name in the table, if `tensor` has the number of such a module in its name
     """
 
     rule: Rule
@@ -52,6 +54,8 @@ class Entry:
     shape: Shape
     dtype: str
     others: tuple[Rule, ...] = ()
+    expert: int | None = None
+    listed: str | None = None
 
     @property
     def suffix(self) -> str:
@@ -96,10 +100,13 @@ class Tensors:
             if tensor.name in left_out or not all(shape):
                 continue
             rule, *others = rules
-            for named in self._blocks_of(rule, tensor):
-                entries.append(Entry(rule, named, shape, tensor.dtype or dtype, tuple(others)))
+            described = (shape, tensor.dtype or dtype, tuple(others))
+            entries += [
+                Entry(rule, named, *described, expert, tensor.name)
+                for named, expert in self._modules_of(rule, tensor)
+            ]
         self.model_entries = [entry for entry in entries if entry.rule.where in OUTSIDE_LAYERS]
-        """The entries outside the layers; each module of a vision tower has its own."""
+        """The entries outside the layers; each numbered module there has its own."""
         self.layer_entries = {
             kind: [entry for entry in entries if _has(kind, entry.rule)]
             for kind in set(self._kinds)
@@ -132,13 +139,18 @@ class Tensors:
                 return NumberedEntry(entry, layer, expert)
         return None
 
-    def _blocks_of(self, rule: Rule, tensor: HfTensor) -> Iterator[HfTensor]:
-        """Yield the tensor itself, or that of every numbered module of a vision tower."""
+    def _modules_of(self, rule: Rule, tensor: HfTensor) -> Iterator[tuple[HfTensor, int | None]]:
+        """Yield the tensor itself, or that of every numbered module, with the expert if it is of
+        one.
+        """
         if rule.where not in NUMBERED_BY:
-            yield tensor
+            yield tensor, None
             return
+        experts = range(self.num_experts) if rule.numbers_experts else (None,)
         for number in range(self.sizes[NUMBERED_BY[rule.where]]):
-            yield replace(tensor, name=tensor.name.format(layer=number))
+            in_hf = rule.find_hf_number(number, self.sizes)
+            for expert in experts:
+                yield replace(tensor, name=tensor.name.format(layer=in_hf, expert=expert)), expert
 
     def list_layer_tensors(
         self, layer: int, experts: Iterable[int]
@@ -263,7 +275,7 @@ def cut_blocks(
     for rule in (entry.rule, *entry.others):
         rows = divide(rule.count_rows(sizes), parts, f"rows of {rule.key}", "tp")
         for block in rule.list_blocks(sizes):
-            if block.tensor is None or block.tensor.name != entry.tensor.name:
+            if block.tensor is None or block.tensor.name != (entry.listed or entry.tensor.name):
                 continue
             stop = block.start + block.num_rows
             shift = block.hf_start - block.start
@@ -316,8 +328,13 @@ class StagedLayout(ABC):
         if tensor is None:
             return NOWHERE
         if tensor.layer is None:
-            return self._place(tensor.entry, None, None)
+            return self._place_outside(tensor.entry)
         return self._place_in_layer(tensor.entry, tensor.layer, tensor.expert)
+
+    def _place_outside(self, entry: Entry) -> Placement:
+        """Return the placement of a tensor outside the layers."""
+        group = None if entry.expert is None else entry.expert // self._experts_per_rank
+        return self._place(entry, None, group)
 
     def _place_in_layer(self, entry: Entry, layer: int, expert: int | None) -> Placement:
         stage = self._stage_of[layer]
@@ -330,7 +347,7 @@ class StagedLayout(ABC):
         layers, ep = self._layers_and_group(rank)
         experts = range(ep * self._experts_per_rank, (ep + 1) * self._experts_per_rank)
         for entry in self._tensors.model_entries:
-            if any(rank in piece.ranks for piece in self._place(entry, None, None).pieces):
+            if any(rank in piece.ranks for piece in self._place_outside(entry).pieces):
                 yield entry.tensor.name
         for layer in layers:
             yield from self._names_in_layer(layer, experts)
@@ -361,7 +378,7 @@ class StagedLayout(ABC):
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
         layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
-            yield entry, _count_elements(self._place(entry, None, None), rank)
+            yield entry, _count_elements(self._place_outside(entry), rank)
         for kind, same_kind in self._tensors.by_kind(layers).items():
             for entry in self._tensors.layer_entries[kind]:
                 num_tensors = len(same_kind)

@@ -96,8 +96,9 @@ def _cut(
     sizes = family.sizes(hf_config)
     left_out = family.find_left_out(hf_config)
     for part in parts:
-        matrix = _make_matrix(part, family)
+        matrix = _make_matrix(part, family, sizes)
         _check_present(matrix, family, hf_config, left_out)
+        _check_mtp(matrix, sizes)
         for block in _list_blocks(matrix, sizes):
             first = max(matrix.start[0], block.start)
             stop = min(matrix.start[0] + matrix.shape[0], block.start + block.num_rows)
@@ -105,10 +106,10 @@ def _cut(
                 yield matrix, block, first, stop
 
 
-def _make_matrix(part: LocalPart, family: Family) -> _Matrix:
+def _make_matrix(part: LocalPart, family: Family, sizes: Mapping[str, int]) -> _Matrix:
     """Return the part without its axes of layer and expert. The key may name the layer instead."""
     rule, layer = family.find(part.key)
-    numbers = {} if layer is None else {"layer": layer}
+    numbers = {} if layer is None else {"layer": rule.find_hf_number(layer, sizes)}
     axes = ["layer"] if rule.where != "model" and layer is None else []
     axes += ["expert"] if rule.has_expert_axis else []
     lead = len(axes)
@@ -143,6 +144,18 @@ def _check_present(
     in_layers = where in ("dense", "moe", "linear", "softmax")
     if in_layers and not family.has_rule(matrix.rule, hf_config, layer or 0):
         raise ValueError(f"{matrix.part.key}: by config.json, layer {layer} is not a {where} layer")
+
+
+def _check_mtp(matrix: _Matrix, sizes: Mapping[str, int]) -> None:
+    """Raise ValueError for a layer for multi-token prediction beyond those of config.json."""
+    if matrix.rule.where != "mtp":
+        return
+    count = sizes["mtp_layers"]
+    if matrix.numbers["layer"] - matrix.rule.find_hf_number(0, sizes) >= count:
+        raise ValueError(
+            f"{matrix.part.key}: by config.json the model has {count} layers for multi-token"
+            " prediction"
+        )
 
 
 def _list_blocks(matrix: _Matrix, sizes: Mapping[str, int]) -> Iterator[Block]:

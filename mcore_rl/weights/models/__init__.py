@@ -10,6 +10,7 @@ from typing import Any
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, KIMI_VL
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
+from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.nemotron import NEMOTRON_H
 from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from mcore_rl.weights.models.qwen_llama_mixtral import (
@@ -79,6 +80,8 @@ MAX_COUNTS: Mapping[str, int] = {
     "num_hidden_layers": 4096,
     "depth": 4096,
     "num_nextn_predict_layers": 256,
+    "mtp_num_hidden_layers": 256,
+    TRAINED: 256,
     "num_experts": 16384,
     "num_local_experts": 16384,
     "n_routed_experts": 16384,

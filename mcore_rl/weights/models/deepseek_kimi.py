@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.weights.models import rules, tower
+from mcore_rl.weights.models.mtp import BEHIND_LAYERS, list_copies, make_mtp_rules
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
@@ -67,16 +68,17 @@ def _make_v2_options(config: HfConfig) -> dict[str, Any]:
     return {**_make_options(config), "moe_router_pre_softmax": True}
 
 
+MOE_LAYER = (
+    *rules.LATENT_ATTENTION,
+    *rules.EXPERTS,
+    rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
+    *rules.SHARED_EXPERTS,
+)
+LANGUAGE_RULES = (*rules.MODEL, *rules.DENSE_MLP, *MOE_LAYER)
+
 DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
-    (
-        *rules.MODEL,
-        *rules.LATENT_ATTENTION,
-        *rules.DENSE_MLP,
-        *rules.EXPERTS,
-        rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
-        *rules.SHARED_EXPERTS,
-    ),
+    (*LANGUAGE_RULES, *make_mtp_rules(MOE_LAYER, BEHIND_LAYERS)),
     read_deepseek_sizes,
     is_after_dense_layers,
     _make_v3_options,
@@ -89,6 +91,7 @@ DEEPSEEK_V3 = Family(
     rope_types=("default", "yarn"),
     refusal=lambda config: find_group_refusal(config, scored_by=2),
     carried=_match_carried,
+    copies=list_copies,
     explicit=(
         "first_k_dense_replace",
         "n_group",
@@ -224,7 +227,7 @@ def find_kimi_vl_refusal(config: HfConfig) -> str:
 
 KIMI_K25 = Family(
     "KimiK25ForConditionalGeneration",
-    tuple(tower.make_language_rules(DEEPSEEK_V3.rules, old="", new=LANGUAGE)),
+    tuple(tower.make_language_rules(LANGUAGE_RULES, old="", new=LANGUAGE)),
     read_deepseek_sizes,
     DEEPSEEK_V3.is_moe_layer,
     DEEPSEEK_V3.options,
@@ -242,7 +245,7 @@ def _match_kimi_vl_carried(config: HfConfig) -> str:
 
 KIMI_VL = Family(
     "KimiVLForConditionalGeneration",
-    (*tower.make_language_rules(DEEPSEEK_V3.rules, old="", new=LANGUAGE), *TOWER),
+    (*tower.make_language_rules(LANGUAGE_RULES, old="", new=LANGUAGE), *TOWER),
     read_kimi_vl_sizes,
     DEEPSEEK_V3.is_moe_layer,
     DEEPSEEK_V3.options,

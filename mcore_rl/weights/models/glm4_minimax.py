@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.weights.models import rules, tower
+from mcore_rl.weights.models.mtp import BEHIND_LAYERS, list_copies, make_mtp_rules
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
@@ -58,16 +59,17 @@ def make_glm4_options(config: HfConfig) -> dict[str, Any]:
     }
 
 
+MOE_LAYER = (
+    *rules.GROUPED_QUERY_ATTENTION,
+    *rules.EXPERTS,
+    rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
+    *rules.SHARED_EXPERTS,
+)
+GLM4_RULES = (*rules.MODEL, *rules.DENSE_MLP, *MOE_LAYER)
+
 GLM4_MOE = Family(
     "Glm4MoeForCausalLM",
-    (
-        *rules.MODEL,
-        *rules.GROUPED_QUERY_ATTENTION,
-        *rules.DENSE_MLP,
-        *rules.EXPERTS,
-        rules.make_expert_bias_rule("mlp.gate.e_score_correction_bias"),
-        *rules.SHARED_EXPERTS,
-    ),
+    (*GLM4_RULES, *make_mtp_rules(MOE_LAYER, BEHIND_LAYERS)),
     read_glm4_sizes,
     is_after_dense_layers,
     make_glm4_options,
@@ -75,6 +77,7 @@ GLM4_MOE = Family(
     refusal=lambda config: find_group_refusal(config, scored_by=2),
     explicit=("num_key_value_heads", "first_k_dense_replace", "n_shared_experts"),
     carried=match_mtp_names,
+    copies=list_copies,
     rotary_share=lambda config: read_rotary_share(config, default=0.5),
 )
 
@@ -151,7 +154,7 @@ def find_glm4v_refusal(config: HfConfig) -> str:
 
 GLM4V_MOE = Family(
     "Glm4vMoeForConditionalGeneration",
-    (*tower.make_language_rules(GLM4_MOE.rules), *TOWER),
+    (*tower.make_language_rules(GLM4_RULES), *TOWER),
     read_glm4v_sizes,
     GLM4_MOE.is_moe_layer,
     make_glm4v_options,

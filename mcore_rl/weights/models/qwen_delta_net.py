@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.mtp import ALONE, ALONE_LAYER, make_mtp_rules, match_alone
 from mcore_rl.weights.models.qwen_llama_mixtral import SHARED_EXPERT_GATE, has_no_experts
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
@@ -238,15 +239,23 @@ MOE = (
 def _make_family(
     architecture: str, projections: tuple[Rule, ...], *, moe: bool, **supported: tuple[Any, ...]
 ) -> Family:
+    rest = MOE if moe else MLP
+    last = (*(rule for rule in rest if rule.where != "model"), *GATED_ATTENTION)
     return Family(
         architecture,
-        (*(MOE if moe else MLP), *DELTA_NET, *projections, *GATED_ATTENTION),
+        (
+            *rest,
+            *DELTA_NET,
+            *projections,
+            *GATED_ATTENTION,
+            *make_mtp_rules(last, ALONE, ALONE_LAYER),
+        ),
         partial(read_sizes, shared=moe),
         is_any_layer if moe else has_no_experts,
         make_moe_options if moe else make_options,
         {**SETTINGS, **supported},
         refusal=find_refusal,
-        carried=lambda config: r"mtp\..*",
+        carried=match_alone,
         rotary_share=lambda config: read_rotary_share(config, default=0.25),
         is_linear=is_linear_layer,
         explicit=EXPLICIT,

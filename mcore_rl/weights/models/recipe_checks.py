@@ -10,7 +10,7 @@ need a model with experts.
 from itertools import accumulate
 
 from mcore_rl.config import ParallelConfig, TrainConfig
-from mcore_rl.weights.hf.config import moe_layers
+from mcore_rl.weights.hf.config import find_mtp_problem, moe_layers
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 
@@ -39,12 +39,30 @@ def check_routing(train: TrainConfig, config: HfConfig) -> None:
             raise ValueError(
                 f"train.{name}={value}, but {architecture} has no indexers: set train.{name}={off}"
             )
+    _check_mtp(train, config)
     has_bias = family_of(config).options(config).get("moe_router_enable_expert_bias")
     if train.router_bias_rate and not has_bias:
         raise ValueError(
             f"train.router_bias_rate={train.router_bias_rate}, but routers of {architecture} have"
             " no bias that engines would know of: set train.router_bias_rate=0;"
             " train.router_sequence_aux_loss_coef balances, too"
+        )
+
+
+def _check_mtp(train: TrainConfig, config: HfConfig) -> None:
+    """Raise ValueError if layers for multi-token prediction are to learn and cannot."""
+    if not train.mtp_loss:
+        return
+    if problem := find_mtp_problem(config):
+        raise ValueError(
+            f"train.mtp_loss={train.mtp_loss}, but {config['architectures'][0]} {problem}: set"
+            " train.mtp_loss=0.0"
+        )
+    if train.share_prefixes:
+        raise ValueError(
+            f"train.mtp_loss={train.mtp_loss} with train.share_prefixes=true: a token that"
+            " sequences share has one hidden state, and another token ahead in each; set"
+            " train.share_prefixes=false or train.mtp_loss=0.0"
         )
 
 

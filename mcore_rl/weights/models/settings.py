@@ -6,10 +6,12 @@
 Each family combines those that it needs.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from mcore_rl.weights.hf import int4
+from mcore_rl.weights.models.mtp import TRAINED, list_copies
 from mcore_rl.weights.models.table import HfConfig
 
 PLAIN_SETTINGS: Mapping[str, tuple[Any, ...]] = {
@@ -88,6 +90,8 @@ def read_base_sizes(config: HfConfig) -> dict[str, int]:
         "dense_ffn": need(config, "intermediate_size"),
         "experts": 0,
         "expert_ffn": 0,
+        "mtp_layers": config.get(TRAINED, 0),
+        "mtp_in": 2 * need(config, "hidden_size"),
     }
 
 
@@ -264,10 +268,13 @@ def is_any_layer(config: HfConfig, layer: int) -> bool:
 
 
 def match_mtp_names(config: HfConfig) -> str:
-    """Return a pattern of the HF names in multi-token-prediction layers; "" if there are none.
+    """Return a pattern of the HF names in multi-token-prediction layers that are not trained.
 
-    These layers come after all others and only serve speculative decoding.
+    It is "" if there are none. These layers come after all others and only serve speculative
+    decoding. If they are trained, it matches the copies in them.
     """
+    if copies := list_copies(config):
+        return "|".join(map(re.escape, copies))
     first = need(config, "num_hidden_layers")
     count = config.get("num_nextn_predict_layers") or 0
     layers = "|".join(map(str, range(first, first + count)))

@@ -26,8 +26,13 @@ HfConfig = Mapping[str, Any]
 Shape = tuple[int, ...]
 EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's key of the table of token embeddings."""
-NUMBERED_BY: Mapping[str, str] = {"tower": "tower_blocks", "deepstack": "deepstack_mergers"}
-"""Rule.where of tensors in numbered modules of a vision tower -> the size that counts these."""
+NUMBERED_BY: Mapping[str, str] = {
+    "tower": "tower_blocks",
+    "deepstack": "deepstack_mergers",
+    "mtp": "mtp_layers",
+}
+"""Rule.where of tensors in numbered modules beside the model's layers -> the size that counts
+these: parts of a vision tower, and trained layers for multi-token prediction (mtp.py)."""
 
 
 NUMBERED = r"(.*\.(?:layers|blocks|deepstack_merger_list)\.)"
@@ -85,7 +90,7 @@ class Block:
 
 
 Where = Literal[
-    "model", "layer", "dense", "moe", "linear", "softmax", "indexed", "tower", "deepstack"
+    "model", "layer", "dense", "moe", "linear", "softmax", "indexed", "tower", "deepstack", "mtp"
 ]
 
 
@@ -98,12 +103,13 @@ class Rule:
     where     the layers that have the tensor: all, by kind of MLP (dense, moe) or of attention
               (linear, softmax, and indexed if an indexer chooses the keys of softmax attention);
               "model": it belongs to no layer; a key of NUMBERED_BY: it belongs to each of these
-              modules of the vision tower
+              modules
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
     stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
               tensor per expert
     halves    the rows are two halves, each cut by tensor parallelism for itself
+    goes_on   HF numbers of these modules go on behind those of the model's layers
     """
 
     key: str
@@ -113,6 +119,7 @@ class Rule:
     padded: bool = False
     stacked: bool = False
     halves: bool = False
+    goes_on: bool = False
 
     @property
     def has_expert_axis(self) -> bool:
@@ -123,6 +130,10 @@ class Rule:
     def numbers_experts(self) -> bool:
         """Return whether each expert has an HF tensor of its own, with its number in the name."""
         return "{expert}" in self.tensors[0].name
+
+    def find_hf_number(self, number: int, sizes: Mapping[str, int]) -> int:
+        """Return the number in HF names of the layer or module that is `number` in Megatron's."""
+        return number + sizes["layers"] if self.goes_on else number
 
     def matrix_axes(self, tensor: HfTensor) -> tuple[str, ...]:
         """Return the axes of `tensor` in the order that the Megatron tensor has them."""
@@ -178,6 +189,8 @@ class Family:
     refusal        why a model is refused although each setting is supported; "" if it is not
     carried        regular expression of HF names that a checkpoint may hold beside the model; these
                    tensors are neither trained nor synced
+    copies         HF name -> original of tensors that a checkpoint may hold a second time; each is
+                   carried, too, but exports have what the original became
     rotary_share   share of a head's width that the rotary embedding rotates
     alternating    whether the rows of an expert's linear_fc1 alternate (gate, up, gate, up) instead
                    of being halves
@@ -196,6 +209,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default",)
     refusal: Callable[[HfConfig], str] = lambda config: ""
     carried: Callable[[HfConfig], str] = lambda config: ""
+    copies: Callable[[HfConfig], Mapping[str, str]] = lambda config: {}
     is_linear: Callable[[HfConfig, int], bool] = lambda config, layer: False
     kinds: Callable[[HfConfig, int], frozenset[str]] | None = None
     complete: Callable[[HfConfig], dict[str, Any]] = dict
@@ -216,6 +230,11 @@ class Family:
     def has_tower(self) -> bool:
         """Return whether the model sees images."""
         return any(rule.where == "tower" for rule in self.rules)
+
+    @property
+    def trains_mtp(self) -> bool:
+        """Return whether the table has layers for multi-token prediction."""
+        return any(rule.where == "mtp" for rule in self.rules)
 
     @property
     def stacks_experts(self) -> bool:
@@ -308,10 +327,12 @@ class Family:
         if rule.where == "model":
             yield None, None
             return
-        if rule.where in NUMBERED_BY:
-            yield from ((number, None) for number in range(sizes[NUMBERED_BY[rule.where]]))
-            return
         experts = range(sizes["experts"]) if rule.numbers_experts else (None,)
+        if rule.where in NUMBERED_BY:
+            for number in range(sizes[NUMBERED_BY[rule.where]]):
+                in_hf = rule.find_hf_number(number, sizes)
+                yield from ((in_hf, expert) for expert in experts)
+            return
         for layer in range(sizes["layers"]):
             if self.has_rule(rule, config, layer):
                 yield from ((layer, expert) for expert in experts)

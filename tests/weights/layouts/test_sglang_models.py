@@ -78,6 +78,8 @@ def test_a_supported_model_passes_in_all_sizes() -> None:
 def test_every_module_of_every_family_has_a_rule() -> None:
     for family in CAUSAL:
         for rule in family.rules:
+            if rule.where == "mtp":  # engines hold none
+                continue
             for tensor in rule.tensors:
                 suffix = tensor.name.partition("{layer}.")[2] or tensor.name
                 if rule.has_expert_axis:

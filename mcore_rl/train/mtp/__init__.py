@@ -1,0 +1,1 @@
+"""Layers for multi-token prediction that learn beside the policy, without any effect on it."""

@@ -1,0 +1,53 @@
+"""What trained layers for multi-token prediction take: parameters, memory and operations."""
+
+from dataclasses import replace
+
+import pytest
+
+from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.activations import Activations
+from mcore_rl.planning.memory import predict_trainer
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import NO_LINKS
+from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
+from mcore_rl.weights.hf.flops import ModelFlops
+from tests.planning.test_activations import one_pass
+
+FACTS = ModelFacts.read("recipes/model/deepseek_v3")
+HIDDEN, VOCAB = 7168, 129280
+OWN = 2 * HIDDEN * HIDDEN
+"""Multiplications per token of the projection of hidden states and embeddings."""
+
+
+def test_a_layer_is_trained_like_one_more_layer_with_another_pass_through_the_head() -> None:
+    longer = replace(FACTS, config={**FACTS.config, "num_hidden_layers": 62})
+    lens = (100, 300)
+    plain, trained, one_more = (
+        ModelFlops.from_facts(facts) for facts in (FACTS, FACTS.choose_trained(0.1), longer)
+    )
+    layer = one_more.count_training(lens) - plain.count_training(lens)
+    own = 2.0 * sum(lens) * (3 * OWN + 2 * HIDDEN * VOCAB)
+    assert trained.count_training(lens) - plain.count_training(lens) == pytest.approx(layer + own)
+    assert trained.count_forward(lens) == plain.count_forward(lens)
+
+
+def test_the_last_stage_keeps_one_micro_batch_of_it() -> None:
+    step = one_pass(1024)
+    activations = Activations(with_trained_mtp(FACTS.config), step)
+    inputs = 6 * 1024 * HIDDEN * 2
+    alone = activations.count_kept(60) + inputs + activations.count_logits(VOCAB)
+    assert activations.count_drafts(VOCAB, pp=1) == alone
+    assert activations.count_drafts(VOCAB, pp=2) == alone + VOCAB * HIDDEN * 2
+
+
+def test_states_of_the_layer_lie_on_the_last_stage() -> None:
+    recipe = "deepseek_v3_grpo_256"
+    plain, trained = (
+        predict_trainer(PlannedRun.make(load_recipe(recipe, list(settings))), NO_LINKS)
+        for settings in ((), ("train.mtp_loss=0.1",))
+    )
+    assert plain[:-1] == trained[:-1]
+    last, with_layer = plain[-1], trained[-1]
+    for what in ("weights", "gradients", "optimizer"):
+        assert with_layer[what] > last[what]
+    assert "drafts" in with_layer and "drafts" not in last

@@ -1,0 +1,228 @@
+"""Tiny models with layers for multi-token prediction, and their loss by transformers in float64.
+
+transformers has no such layers. One of these is a model of one layer whose inputs are projected
+hidden states and embeddings, so that a model of that size computes it, sequence by sequence.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mcore_rl.types import TrainBatch
+from mcore_rl.weights.hf.config import read_hf_config, with_trained_mtp
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
+from tests.support.exact_gradients import InDouble, use_double
+from tests.support.tiny_models import write_model
+
+COUNTS = {"qwen3_next": "mtp_num_hidden_layers", "qwen3_5": "mtp_num_hidden_layers"}
+"""Family -> key of config.json for the number of these layers, if it is not DeepSeek's."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """HF names of the parts of such a layer, and what is added to the weight of a norm."""
+
+    layer: str
+    read: str
+    seen: str
+    project: str
+    norm: str
+    added: float
+
+    @staticmethod
+    def of_layer(layer: str) -> "Names":
+        own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+        return Names(layer, *(f"{layer}{name}.weight" for name in own), added=0.0)
+
+
+ALONE = Names(
+    "mtp.layers.0.",
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight",
+    "mtp.norm.weight",
+    added=1.0,
+)
+"""Those of Qwen3-Next and Qwen3.5."""
+
+
+def write_mtp_model(kind: str, folder: Path, *, with_copies: bool = True) -> Path:
+    """Save a random model of family `kind` with one layer for multi-token prediction.
+
+    with_copies   whether the layer has the embedding and the output layer again, as published files
+    """
+    write_model(kind, folder, **{COUNTS.get(kind, "num_nextn_predict_layers"): 1})
+    plain = read_hf_config(folder)
+    config = with_trained_mtp(plain)
+    generator = torch.Generator().manual_seed(7)
+    tensors = load_weights(folder)
+    for name, shape in hf_tensor_shapes(config).items():
+        if name not in tensors:
+            noise = 0.1 * torch.randn(shape, generator=generator)
+            is_plain_norm = name.endswith("norm.weight") and kind not in COUNTS
+            tensors[name] = noise + is_plain_norm
+    if with_copies:
+        copies = family_of(config).copies(config)
+        tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}
+    save_weights(folder, tensors)
+    return folder
+
+
+def list_mtp_names(folder: Path) -> set[str]:
+    """Return the HF names of the trained tensors of these layers."""
+    plain = read_hf_config(folder)
+    return hf_tensor_shapes(with_trained_mtp(plain)).keys() - hf_tensor_shapes(plain).keys()
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return tensors
+
+
+def save_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a model's only file of weights."""
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What a layer learns from micro-batches, in float64.
+
+    loss         mean over its predictions, nats
+    acceptance   share of predictions whose best token is the policy's
+    gradients    HF name -> gradient of the loss
+    """
+
+    loss: float
+    acceptance: float
+    gradients: dict[str, Tensor]
+
+
+def draft_in_double(folder: Path, batches: Sequence[TrainBatch]) -> Drafted:
+    """Return what the layer of the model in `folder` learns, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = load_weights(folder)
+    names = Names.of_layer(f"model.layers.{policy.config.num_hidden_layers}.")
+    if ALONE.project in weights:
+        names = ALONE
+    head = _make_head(policy.config, weights, names)
+    own = {
+        name: weights[name].double().requires_grad_()
+        for name in (names.read, names.seen, names.project)
+    }
+    for model in (policy, head):
+        use_double(model)
+    losses, accepted = [], []
+    for batch in batches:
+        parts = (batch.token_ids_T, batch.loss_mask_T)
+        for tokens_T, mask_T in zip(*(p.split(list(batch.lens_N)) for p in parts), strict=True):
+            if len(tokens_T) > 2:
+                loss_R, accepted_R = _draft(policy, head, own, names, tokens_T, mask_T)
+                losses.append(loss_R)
+                accepted.append(accepted_R)
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    named = dict(head.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in own.items()}
+    gradients[names.norm] = named["model.norm.weight"].grad
+    for name in weights:
+        within = "model.layers.0." + name.removeprefix(names.layer)
+        if name.startswith(names.layer) and within in named:
+            gradients[name] = named[within].grad
+    gradients |= _split_experts(named, names.layer)
+    share = float(torch.cat(accepted).double().mean())
+    found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return Drafted(float(loss.detach()), share, found)
+
+
+def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
+    """Return a model of one layer with the weights of an MTP layer."""
+    import transformers
+
+    settings = json.loads(config.to_json_string(use_diff=False))
+    settings |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    if "mlp_layer_types" in settings:
+        settings["mlp_layer_types"] = ["sparse"]
+    if "layer_types" in settings:
+        settings["layer_types"] = ["full_attention"]
+    own = type(config)(**settings)
+    head = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
+    state = {"lm_head.weight": weights["lm_head.weight"]}
+    state["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    state["model.norm.weight"] = weights[names.norm]
+    for name, value in weights.items():
+        if name.startswith(names.layer):
+            state[name.replace(names.layer, "model.layers.0.", 1)] = value
+    loaded = _stack_experts(state, head.state_dict())
+    head.load_state_dict(loaded)
+    head.lm_head.requires_grad_(False)
+    return head
+
+
+def _stack_experts(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state as modules hold it, with the experts of a layer in two tensors."""
+    experts = "model.layers.0.mlp.experts."
+    out = {name: value for name, value in state.items() if name in wanted}
+    if experts + "gate_up_proj" in wanted:
+        num_experts = len(wanted[experts + "gate_up_proj"])
+        pairs = [
+            torch.cat([state[f"{experts}{e}.{half}_proj.weight"] for half in ("gate", "up")])
+            for e in range(num_experts)
+        ]
+        downs = [state[f"{experts}{e}.down_proj.weight"] for e in range(num_experts)]
+        out[experts + "gate_up_proj"] = torch.stack(pairs)
+        out[experts + "down_proj"] = torch.stack(downs)
+    return out
+
+
+def _split_experts(named: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Return HF name -> gradient of the experts, which modules hold together."""
+    experts = "model.layers.0.mlp.experts."
+    if experts + "gate_up_proj" not in named:
+        return {}
+    out: dict[str, Tensor] = {}
+    both, down = named[experts + "gate_up_proj"].grad, named[experts + "down_proj"].grad
+    for e in range(len(both)):
+        gate, up = both[e].chunk(2)
+        for name, value in (("gate", gate), ("up", up), ("down", down[e])):
+            out[f"{prefix}mlp.experts.{e}.{name}_proj.weight"] = value
+    return out
+
+
+def _draft(
+    policy: Any,
+    head: Any,
+    own: Mapping[str, Tensor],
+    names: Names,
+    tokens_T: Tensor,
+    mask_T: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return (loss, whether it is accepted) of each prediction to learn in one sequence, [R]."""
+    eps = policy.config.rms_norm_eps
+    with torch.no_grad(), InDouble():
+        hidden_TH = policy.model(tokens_T[None], use_cache=False).last_hidden_state[0]
+        best_T = policy.lm_head(hidden_TH).argmax(-1)
+        ahead_TH = policy.model.embed_tokens(tokens_T)
+    with InDouble():
+        read_TH = torch.nn.functional.rms_norm(
+            ahead_TH[1:], ahead_TH.shape[1:], own[names.read] + names.added, eps
+        )
+        seen_TH = torch.nn.functional.rms_norm(
+            hidden_TH[:-1], hidden_TH.shape[1:], own[names.seen] + names.added, eps
+        )
+        inputs_TH = torch.cat([read_TH, seen_TH], -1) @ own[names.project].T
+        logits_TV = head(inputs_embeds=inputs_TH[None], use_cache=False).logits[0, :-1]
+    loss_T = torch.nn.functional.cross_entropy(logits_TV, tokens_T[2:], reduction="none")
+    learns_T = mask_T[2:]
+    is_accepted_T = logits_TV.argmax(-1) == best_T[1:-1]
+    return loss_T[learns_T], is_accepted_T[learns_T]
