@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from mcore_rl.train.optimizer import (
 )
 from mcore_rl.train.packing import RankBatch, local_sources, local_tokens, make_rank_batch
 from mcore_rl.train.recovery.rank_state import RankState
-from mcore_rl.train.rounded_weights import make_rounded_weights
+from mcore_rl.train.rounded_weights import RoundedWeights, make_rounded_weights
 from mcore_rl.train.router import RoutingRecord, balance_losses, layers_of
 from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
@@ -110,7 +111,6 @@ class TrainedModel:
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
-        self._rounded = make_rounded_weights(train.fake_quantization, self._shards, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
         self._state = RankState(
             self.chunks, self.optimizer, self._memory, has_factors=self._adapter is not None
@@ -180,6 +180,10 @@ class TrainedModel:
     def weight_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return (shards of HF tensors on this rank, the parameters that hold them)."""
         return self._shards, local_tensors(self.chunks)
+
+    @cached_property
+    def _rounded(self) -> RoundedWeights | None:
+        return make_rounded_weights(self._train.fake_quantization, self._shards, self.hf_config)
 
     def round_weights(self) -> AbstractContextManager[None]:
         """Give weights the values of train.fake_quantization for a while, and then their own."""
