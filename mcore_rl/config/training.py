@@ -1,6 +1,6 @@
 """Options of what Megatron trains: the model, its layout, the optimizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mcore_rl.config.bounds import Options, bounded
@@ -69,6 +69,25 @@ class ParallelConfig(Options):
                 f"{group}.ep * {group}.etp = {self.ep * self.etp} does not divide"
                 f" tp * cp * dp = {num_ranks}; change {group}.ep or {group}.dp"
             )
+
+    def shrink(self, most: int, least: int, group: str) -> "ParallelConfig":
+        """Return the layout of the largest legal data-parallel size from `most` down to `least`.
+
+        Raises ValueError, by the names in `group`, if none is legal.
+        """
+        reason = ""
+        for dp in range(most, least - 1, -1):
+            smaller = replace(self, dp=dp)
+            try:
+                smaller.check(group)
+            except ValueError as error:
+                reason = reason or str(error)
+                continue
+            return smaller
+        raise ValueError(
+            f"run.recovery.min_dp={least}: no smaller data-parallel size from {group}.dp={least} to"
+            f" {most} is possible: {reason}"
+        )
 
     def _check_stages(self, group: str) -> None:
         num_chunks = self.pp * (self.vpp or 1)

@@ -148,6 +148,25 @@ def _parameters(optimizer: DistributedOptimizer) -> Iterator[_Updated]:
             yield _Updated(parameter, parts, group)
 
 
+def list_own_states(
+    optimizer: DistributedOptimizer,
+) -> Iterator[tuple[torch.nn.Parameter, int, Mapping[str, Tensor]]]:
+    """Yield (parameter, first element, {kind: state}) of what this rank updates of parameters.
+
+    A state is flat, and holds the parameter's elements from that one on. Where main weights lie
+    apart from what the optimizer is given, the latter is the kind "given".
+    """
+    for updated in _parameters(optimizer):
+        if updated.mine is not None:
+            parameter = updated.parameter
+            group, place = optimizer.model_param_group_index_map[parameter]
+            states = dict(_states(optimizer, parameter))
+            given = optimizer.optimizer.param_groups[group]["params"][place]
+            if given is not states["param"]:
+                states["given"] = given
+            yield parameter, updated.mine.start, states
+
+
 def _empty(updated: _Updated, kinds: Iterable[str]) -> dict[str, Tensor]:
     return {kind: torch.empty(updated.parameter.shape, dtype=torch.float32) for kind in kinds}
 

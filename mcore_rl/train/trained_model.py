@@ -5,7 +5,7 @@ output.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -94,7 +94,6 @@ class TrainedModel:
         fill_weights(chunks, model, stored, self.hf_config, seed)
         self._train = train
         self._routing = Routing(chunks, self._config)
-        self._bias_rate = train.router_bias_rate
         if train.freeze_router:
             self._routing.freeze()
         self._keys = KeyChoices.from_config(self._config, train.indexer_loss)
@@ -273,6 +272,19 @@ class TrainedModel:
         """
         return self._state.keep(step, self.step)
 
+    @property
+    def kept_index(self) -> bytes:
+        """Where which part of which state lies in each copy; see process/kept_copies.py."""
+        return self._state.index
+
+    def compose_state(self, step: int, paths: Mapping[str, str], like: str) -> int:
+        """Make the copy of the state after the loop's `step` of those of ranks of another layout.
+
+        paths, like   as RankState.compose takes them
+        Returns the number of the copy. Not a collective.
+        """
+        return self._state.compose(step, paths, like)
+
     def restore_state(self, step: int) -> None:
         """Go back to the state after the loop's `step`; a save in progress is completed first."""
         self.finish_save()
@@ -332,7 +344,7 @@ class TrainedModel:
         if update.is_taken and self._adapter is not None:
             self._adapter.merge()
         self.step += 1
-        router = self._balance(num_tokens, self._bias_rate if update.is_taken else 0.0)
+        router = self._balance(num_tokens, self._train.router_bias_rate if update.is_taken else 0.0)
         work = {**self._work(batches), **(self._keys.reduce(num_tokens) if self._keys else {})}
         work |= {**(self._drafts.end() if self._drafts else {}), **peak_memory()}
         if not is_on_last_stage():

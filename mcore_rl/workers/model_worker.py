@@ -194,6 +194,12 @@ class ModelWorker:
     def keep_state(self, step: int) -> tuple[int, int]:
         return self._model.keep_state(step)
 
+    def read_kept_index(self) -> bytes:
+        return self._model.kept_index
+
+    def compose_state(self, step: int, paths: Mapping[str, str], like: str) -> int:
+        return self._model.compose_state(step, paths, like)
+
     def restore_state(self, step: int) -> None:
         self._model.restore_state(step)
 

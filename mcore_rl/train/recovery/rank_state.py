@@ -7,18 +7,18 @@ optimizer steps, learning rates, generators       the reference (from model.path
 
 Two generations alternate, so that a rank that dies within a copy has the one before:
 
-    | header: step, lengths, digest | small values | tensor bytes ... |
+    | header: step, lengths, digest | small values | tensor bytes ... | index |
 
 The header is cleared before the first byte of a new copy is written, and written after the last.
-So a rank that dies in between leaves no copy, and never a mixture of two.
+So a rank that dies in between leaves no copy, and never a mixture of two. By the index
+(process/kept_copies.py) ranks of a smaller layout compose their copies of those of earlier ranks.
 """
 
 import io
-import json
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,10 +30,18 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from mcore_rl.device import default_generators, pin_in_place, synchronize
+from mcore_rl.process.kept_copies import (
+    Header,
+    Span,
+    decode_index,
+    encode_index,
+    plan_reads,
+)
 from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
 from mcore_rl.train.checkpoint_check import load_safely
 from mcore_rl.train.offload import DeviceMemory, list_optimizer_tensors
 from mcore_rl.train.optimizer import parts_of
+from mcore_rl.train.recovery.spans import check_named, list_spans
 from mcore_rl.train.runtime import rng_state, set_rng_state
 
 SMALL_BYTES = 1 << 20
@@ -46,22 +54,6 @@ MAX_THREADS = 4
 
 class StateLostError(RuntimeError):
     """A copy is not there, or not the one that was written."""
-
-
-@dataclass(frozen=True)
-class _Header:
-    """The contents of a copy: its bytes, and digests of the tensors' sizes and of all bytes."""
-
-    step: int
-    num_small: int
-    num_bytes: int
-    lengths: str
-    digest: int
-
-    @staticmethod
-    def parse(content: bytes) -> "_Header | None":
-        text = content.rstrip(b"\0")
-        return _Header(**json.loads(text)) if text else None
 
 
 class Generation:
@@ -79,14 +71,14 @@ class Generation:
         header = self._read_header()
         return None if header is None else header.step
 
-    def write(self, step: int, small: bytes, tensors: Sequence[Tensor]) -> int:
-        """Copy tensors of uint8 on any device and small values here; return how many bytes.
+    def write(self, step: int, small: bytes, tensors: Sequence[Tensor], index: bytes) -> int:
+        """Copy tensors of uint8 on any device, small values and their index here; return the bytes.
 
         Raises ValueError if there is no room for them.
         """
         self.clear()
         self._pin()
-        places, end = place_tensors(tensors)
+        places, end = self._place(tensors, index)
         if len(small) > SMALL_BYTES or end > len(self._bytes_B):
             raise ValueError(
                 f"a rank's state has {len(small)} and {end} bytes, and there is room for"
@@ -96,24 +88,43 @@ class Generation:
         for (start, stop), tensor in zip(places, tensors, strict=True):
             self._bytes_B[start:stop].copy_(tensor, non_blocking=True)
         synchronize()
-        header = _Header(step, len(small), end, _describe(tensors), self._sum(len(small), end))
-        content = json.dumps(vars(header)).encode()
-        assert len(content) < HEADER_BYTES, content
-        self.mapped[: len(content)] = content
+        self._complete(step, len(small), tensors, index)
         return end
+
+    def compose(
+        self,
+        step: int,
+        tensors: Sequence[Tensor],
+        index: bytes,
+        sources: Mapping[str, "Generation"],
+        like: str,
+    ) -> None:
+        """Make the copy that `write` would make of the state of `step`, of other ranks' copies.
+
+        sources   copies of the step by rank; what several of them have is taken from the first
+        like      the rank whose small values are taken
+        Raises StateLostError if a source is another copy or is damaged.
+        """
+        self.clear()
+        self._pin()
+        headers = {name: source.check(step) for name, source in sources.items()}
+        held = {name: source.read_index() for name, source in sources.items()}
+        for read in plan_reads(decode_index(index), held):
+            bytes_B = sources[read.source]._bytes_B[read.start : read.start + read.num_bytes]
+            self._bytes_B[read.place : read.place + read.num_bytes].copy_(bytes_B)
+        num_small = headers[like].num_small
+        end = HEADER_BYTES + num_small
+        self.mapped[HEADER_BYTES:end] = sources[like].mapped[HEADER_BYTES:end]
+        self._complete(step, num_small, tensors, index)
 
     def read(self, step: int, tensors: Sequence[Tensor]) -> bytes:
         """Copy the state of `step` into `tensors`; return its small values.
 
         Raises StateLostError if the copy is another one, is damaged, or has other tensors.
         """
-        header = self._read_header()
-        if header is None or header.step != step:
-            raise StateLostError(f"the state of step {step} is not in memory")
+        header = self.check(step)
         if header.lengths != _describe(tensors):
             raise StateLostError(f"the state of step {step} in memory is one of other tensors")
-        if header.digest != self._sum(header.num_small, header.num_bytes):
-            raise StateLostError(f"the state of step {step} in memory is damaged: its digest")
         self._pin()
         places, _ = place_tensors(tensors)
         for (start, stop), tensor in zip(places, tensors, strict=True):
@@ -121,8 +132,38 @@ class Generation:
         synchronize()
         return self.mapped[HEADER_BYTES : HEADER_BYTES + header.num_small]
 
-    def _read_header(self) -> _Header | None:
-        return _Header.parse(self.mapped[:HEADER_BYTES])
+    def check(self, step: int) -> Header:
+        """Return the header. Raises StateLostError if the copy is another one, or is damaged."""
+        header = self._read_header()
+        if header is None or header.step != step:
+            raise StateLostError(f"the state of step {step} is not in memory")
+        if header.digest != self._sum(header.num_small, header.num_bytes):
+            raise StateLostError(f"the state of step {step} in memory is damaged: its digest")
+        return header
+
+    def read_index(self) -> list[Span]:
+        """Return the spans of the copy, which must be whole."""
+        header = self._read_header()
+        assert header is not None, "there is no copy"
+        return decode_index(self.mapped[header.index : header.num_bytes])
+
+    def _complete(self, step: int, num_small: int, tensors: Sequence[Tensor], index: bytes) -> None:
+        """Write the index, and the header: from now on the copy counts."""
+        _, end = self._place(tensors, index)
+        start = end - len(index)
+        self.mapped[start:end] = index
+        digest = self._sum(num_small, end)
+        content = Header(step, num_small, end, _describe(tensors), digest, start).encode()
+        self.mapped[: len(content)] = content
+
+    @staticmethod
+    def _place(tensors: Sequence[Tensor], index: bytes) -> tuple[list[tuple[int, int]], int]:
+        """Return the places of tensors, and where the index behind them ends."""
+        places, end = place_tensors(tensors)
+        return places, end + len(index)
+
+    def _read_header(self) -> Header | None:
+        return Header.parse(self.mapped[:HEADER_BYTES])
 
     def clear(self) -> None:
         """Forget the copy."""
@@ -145,10 +186,10 @@ class Generation:
         return xxh3_64_intdigest(np.array(digests, dtype=np.uint64).tobytes())
 
 
-def count_bytes(tensors: Sequence[Tensor]) -> int:
+def count_bytes(tensors: Sequence[Tensor], index: bytes) -> int:
     """Return the size of the kept memory that a copy of these tensors of uint8 needs."""
     _, end = place_tensors(tensors)
-    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-(end + len(index)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def place_tensors(tensors: Sequence[Tensor]) -> tuple[list[tuple[int, int]], int]:
@@ -189,7 +230,15 @@ class RankState:
     @property
     def num_bytes(self) -> int:
         """Bytes of kept memory that one copy needs."""
-        return count_bytes(self._list_bytes())
+        return count_bytes(self._list_bytes(), self.index)
+
+    @cached_property
+    def index(self) -> bytes:
+        """Where which part of which state lies in each copy; see process/kept_copies.py."""
+        storages = self._find_storages()
+        places, _ = place_tensors(list(storages.values()))
+        starts = {key: start for key, (start, _) in zip(storages, places, strict=True)}
+        return encode_index(list_spans(self._chunks, self._optimizer, starts))
 
     def use(self, paths: Sequence[str]) -> None:
         """Keep copies in the memory at these paths, which may hold copies of an earlier process.
@@ -208,10 +257,30 @@ class RankState:
 
         Parts of the model may be moved out to host memory. Returns (number of the copy, its bytes).
         """
-        ages = [-1 if copy.step is None else copy.step for copy in self._generations]
-        oldest = ages.index(min(ages))
+        oldest = self._find_oldest()
         small = self._read_small(optimizer_steps)
-        return oldest, self._generations[oldest].write(step, small, self._list_bytes())
+        tensors = self._list_bytes()
+        return oldest, self._generations[oldest].write(step, small, tensors, self.index)
+
+    def compose(self, step: int, paths: Mapping[str, str], like: str) -> int:
+        """Make the copy of `step` of copies that ranks of another layout kept.
+
+        paths   memory with a copy of the step, by rank, those that are nearest first
+        like    the rank among them that had this rank's coordinates
+        Returns the number of the copy that was made. Raises StateLostError if one is damaged, and
+        ValueError if none has a part of the state.
+        """
+        check_named(self._chunks, self._optimizer)
+        sources = {name: Generation(path) for name, path in paths.items()}
+        oldest = self._find_oldest()
+        tensors = self._list_bytes()
+        self._generations[oldest].compose(step, tensors, self.index, sources, like)
+        return oldest
+
+    def _find_oldest(self) -> int:
+        """Return the number of the copy whose place the next one takes."""
+        ages = [-1 if copy.step is None else copy.step for copy in self._generations]
+        return ages.index(min(ages))
 
     @torch.no_grad()
     def restore(self, step: int) -> int:
@@ -239,12 +308,16 @@ class RankState:
 
         A storage that is moved out gives its copy in host memory.
         """
+        return list(self._find_storages().values())
+
+    def _find_storages(self) -> dict[int, Tensor]:
+        """Return the same by the storage's key; without storages of no bytes."""
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in self._list_tensors():
             storage = tensor.untyped_storage()
             storages.setdefault(storage._cdata, storage)
-        found = (self._memory.read_bytes(storage) for storage in storages.values())
-        return [bytes_B for bytes_B in found if bytes_B.numel()]
+        found = {key: self._memory.read_bytes(storage) for key, storage in storages.items()}
+        return {key: bytes_B for key, bytes_B in found.items() if bytes_B.numel()}
 
     def _list_tensors(self) -> Iterator[Tensor]:
         yield from list_optimizer_tensors(self._optimizer)
