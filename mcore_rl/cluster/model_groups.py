@@ -5,23 +5,41 @@ that own an output.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.batches.rank_seconds import join_rank_steps
 from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import wait_for_room
+from mcore_rl.cluster.placement import NoRoomError, list_placed, wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
-from mcore_rl.cluster.state_keepers import StateKeepers
+from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
+from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
+from mcore_rl.config import ParallelConfig
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.planning.slots import Slot
+from mcore_rl.planning.smaller_layout import NoLayoutError, SmallerLayout, choose_smaller
 from mcore_rl.types import FailedSaves, LogprobOptions, StepStats, TokenScores
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.lora.places import Content
 from mcore_rl.workers.model_worker import CriticWorker, ModelSpec, ModelWorker, Share, TrainerWorker
 from mcore_rl.workers.stores import SampleStores
+
+
+@dataclass(frozen=True)
+class _Build:
+    """How the ranks of a model are built; see ModelGroup.start_build."""
+
+    spec: ModelSpec
+    timeout_s: float
+    gpu_ids: Sequence[Sequence[str]]
+
+    def fit(self, smaller: SmallerLayout) -> "_Build":
+        """Return how the ranks of a smaller layout are built, on the GPUs that are left."""
+        gpu_ids = [self.gpu_ids[rank] for rank in smaller.places] if self.gpu_ids else ()
+        spec = replace(self.spec, parallel=smaller.parallel)
+        return replace(self, spec=spec, gpu_ids=gpu_ids)
 
 
 class ModelGroup:
@@ -32,6 +50,8 @@ class ModelGroup:
     """
 
     role: str
+    sizes: str
+    """The group of options with the sizes of the layout."""
     worker_cls: type[ModelWorker]
 
     def __init__(
@@ -48,11 +68,15 @@ class ModelGroup:
         stopped_s      how long a rank may be stopped within a call; None: until its deadline
         """
         self._slots = slots
-        self._start = partial(
-            RankGroup, self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s
+        self._start: Callable[[Sequence[Slot]], RankGroup] = lambda slots: RankGroup(
+            self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s
         )
-        self._group = self._start()
-        self._build_again: Callable[[], None] | None = None
+        self._group = self._start(slots)
+        self._build: _Build | None = None
+        self._min_dp: int | None = None
+        self._earlier: list[EarlierRanks] = []
+        """Ranks of larger layouts, until the states of this one are kept twice."""
+        self._listeners: list[Callable[[ParallelConfig], None]] = []
         self._stores: SampleStores | None = None
         self._keepers: StateKeepers | None = None
         self._call_timeout_s = call_timeout_s
@@ -71,7 +95,7 @@ class ModelGroup:
 
         `gpu_ids` has the GPU of each rank; if empty, ranks use the GPUs that Ray assigned.
         """
-        self._build_again = partial(self.start_build, spec, timeout_s, gpu_ids)
+        self._build = _Build(spec, timeout_s, gpu_ids)
         address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
         num_ranks = spec.parallel.world_size
@@ -96,22 +120,78 @@ class ModelGroup:
         """See RankGroup.find_loss."""
         return self._group.find_loss(wait_s)
 
+    @property
+    def parallel(self) -> ParallelConfig:
+        """The layout of the ranks, which may have become smaller."""
+        assert self._build is not None, "start_build comes first"
+        return self._build.spec.parallel
+
+    @property
+    def dp_size(self) -> int:
+        return self.parallel.dp_size
+
+    def let_shrink(self, min_dp: int | None) -> None:
+        """Have `restart` go on with fewer data-parallel ranks, at least `min_dp`; None: never."""
+        self._min_dp = min_dp
+
+    def tell_resized(self, listener: Callable[[ParallelConfig], None]) -> None:
+        """Have `listener` called with the new layout whenever it becomes smaller."""
+        self._listeners.append(listener)
+
     def restart(self) -> None:
         """Replace all processes, of which some are lost, and build the model as at the start.
 
-        The new ranks know the kept memory of those before them. Raises RankError as a start does,
-        and NoRoomError if a node is lost and no other one has room.
+        The new ranks know the kept memory of those before them. If a node is lost and no other one
+        has room, they are fewer, as far as `let_shrink` allows. Raises RankError as a start does,
+        and NoRoomError if there are too few ranks.
         """
-        assert self._build_again is not None, "start_build comes first"
+        assert self._build is not None, "start_build comes first"
         self._group.kill()
-        wait_for_room(self._slots)
-        self._group = self._start()
-        self._build_again()
+        try:
+            wait_for_room(self._slots)
+        except NoRoomError as no_room:
+            self._shrink(no_room)
+        self._group = self._start(self._slots)
+        self.start_build(self._build.spec, self._build.timeout_s, self._build.gpu_ids)
         self.wait_built()
         if self._stores is not None:
             self.connect_stores(self._stores)
-        if self._keepers is not None:
+        if self._earlier:
+            self._take_over()
+        elif self._keepers is not None:
             self._use_kept(self._keepers.find(self._locate()))
+
+    def _shrink(self, no_room: NoRoomError) -> None:
+        """Choose a smaller layout. Raises NoRoomError if there is none."""
+        assert self._build is not None and self._keepers is not None
+        if self._min_dp is None:
+            raise no_room
+        left = list_placed(self._slots)
+        if len(left) == len(self._slots):
+            return  # there has been room since
+        try:
+            smaller = choose_smaller(self.parallel, left, self._min_dp, self.sizes)
+        except NoLayoutError as error:
+            raise NoRoomError(f"{no_room}; {error}") from error
+        replaced = EarlierRanks(self.parallel, tuple(map(self._name, range(self.world_size))))
+        self._keepers.retire(replaced.names)
+        self._earlier.append(replaced)
+        self._slots = [self._slots[rank] for rank in smaller.places]
+        self._build = self._build.fit(smaller)
+        for listener in self._listeners:
+            listener(smaller.parallel)
+
+    def _take_over(self) -> None:
+        """Have the ranks compose their copies of those of the ranks of a larger layout."""
+        assert self._keepers is not None
+        try:
+            self.keep_in(self._keepers)
+        except NoMemoryError as error:
+            raise NoRoomError(f"{error}, besides those of the larger layout") from error
+        nodes = list(self._locate().values())
+        ranks = NewRanks(self.parallel, nodes, self._call("read_kept_index"))
+        for copies in take_over(self._earlier, ranks, self._keepers, self._call_each):
+            self._mirror(copies)
 
     def keep_in(self, keepers: StateKeepers) -> None:
         """Reserve memory for the copies of each rank's state."""
@@ -122,7 +202,7 @@ class ModelGroup:
 
     def _use_kept(self, paths: Mapping[str, Sequence[str]]) -> None:
         arguments = [(paths[self._name(k)],) for k in range(self.world_size)]
-        self._group.call_each("use_kept_memory", arguments, deadline_s=self._answer_s)
+        self._call_each("use_kept_memory", arguments)
 
     def list_nodes(self) -> list[str]:
         """Return Ray's ids of the nodes with ranks."""
@@ -134,7 +214,7 @@ class ModelGroup:
         return {self._name(k): node for k, node in enumerate(nodes)}
 
     def _name(self, rank: int) -> str:
-        return f"{self.role}{rank}"
+        return f"{self.role}{rank}of{self.world_size}"
 
     def keep_state(self, step: int) -> int:
         """Have each rank copy its state after `step`; return the bytes of all.
@@ -142,9 +222,18 @@ class ModelGroup:
         The keepers then begin to copy the states to other nodes, if there are any.
         """
         assert self._keepers is not None, "keep_in comes first"
+        if self._earlier:
+            self._keepers.settle()
+            self._keepers.release([name for ranks in self._earlier for name in ranks.names])
+            self._earlier = []
         kept = self._call("keep_state", step)
-        self._keepers.mirror({self._name(rank): copy for rank, (copy, _) in enumerate(kept)})
+        self._mirror([copy for copy, _ in kept])
         return sum(num_bytes for _, num_bytes in kept)
+
+    def _mirror(self, copies: Sequence[int]) -> None:
+        """Begin to copy states to partner nodes; `copies`: the number of the copy, by rank."""
+        assert self._keepers is not None
+        self._keepers.mirror({self._name(rank): copy for rank, copy in enumerate(copies)})
 
     def find_kept_steps(self) -> set[int]:
         """Return the steps whose states are whole in the memory of every rank."""
@@ -221,11 +310,15 @@ class ModelGroup:
     def _call(self, method: str, *args: object) -> list[Any]:
         return self._group.call_all(method, *args, deadline_s=self._answer_s)
 
+    def _call_each(self, method: str, args_per_rank: Sequence[Sequence[object]], /) -> list[Any]:
+        return self._group.call_each(method, args_per_rank, deadline_s=self._answer_s)
+
 
 class TrainerGroup(ModelGroup):
     """All ranks of the policy; implements RankCalls and weight_sync's TrainerRanks."""
 
     role = "trainer"
+    sizes = "parallel"
     worker_cls = TrainerWorker
 
     def compute_logprobs(
@@ -277,6 +370,7 @@ class CriticGroup(ModelGroup):
     """All ranks of the critic; implements CriticCalls."""
 
     role = "critic"
+    sizes = "critic.parallel"
     worker_cls = CriticWorker
 
     def compute_values(self, per_dp: Sequence[Share]) -> list[list[Any]]:

@@ -140,12 +140,17 @@ async def find_room(slots: Sequence[Slot], timeout_s: float) -> bool:
     return True
 
 
-def _are_placed(slots: Sequence[Slot]) -> bool:
+def list_placed(slots: Sequence[Slot]) -> list[int]:
+    """Return the numbers of the slots whose bundles lie on living nodes."""
     alive = {node.id for node in list_alive_nodes()}
     groups = {slot.group.id: slot.group for slot in slots}
     tables = {key: placement_group_table(group) for key, group in groups.items()}
-    nodes = (tables[slot.group.id]["bundles_to_node_id"][slot.bundle_index] for slot in slots)
-    return all(node in alive for node in nodes)
+    nodes = [tables[slot.group.id]["bundles_to_node_id"][slot.bundle_index] for slot in slots]
+    return [number for number, node in enumerate(nodes) if node in alive]
+
+
+def _are_placed(slots: Sequence[Slot]) -> bool:
+    return len(list_placed(slots)) == len(slots)
 
 
 def _make_slots(

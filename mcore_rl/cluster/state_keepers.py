@@ -6,11 +6,13 @@
 
 Where all ranks are on the controller's machine, the controller is the keeper and there is no
 partner: a rank that dies leaves its state behind. With several nodes each has a process as its
-keeper, and a state that was lost with its node comes back from the partner.
+keeper, and a state that was lost with its node comes back from the partner. Ranks that others
+replace in a smaller layout are retired: their copies are read, until those of the others are whole.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import ray
@@ -20,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mcore_rl.cluster.answers import RankHungError
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.process.host_memory import count_free_bytes
+from mcore_rl.process.kept_copies import Header, Span, decode_index
 from mcore_rl.process.kept_memory import HEADER_BYTES, NUM_COPIES, KeptMemory, map_kept
 
 CHUNK_BYTES = 32 << 20
@@ -67,6 +70,12 @@ class StateKeeper:
                 content = source.read.remote(name, start, stop)
                 piece[start:stop] = ray.get(content, timeout=timeout_s)
 
+    def release(self, names: Collection[str]) -> None:
+        """Give up these pieces, as far as they are here."""
+        for name in names:
+            if self._paths.pop(name, None) is not None:
+                self._memory.release(name)
+
     def close(self) -> None:
         """Give up all pieces."""
         self._memory.close()
@@ -86,6 +95,15 @@ class _Place:
     partner: str = ""
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A whole copy of a rank's state: the node and the piece where it lies, and its header."""
+
+    node: str
+    piece: str
+    header: Header
+
+
 class StateKeepers:
     """The keepers of all nodes. Ranks are named, such as "trainer0"."""
 
@@ -96,6 +114,7 @@ class StateKeepers:
         self._own = StateKeeper()
         self._actors: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
+        self._retired: dict[str, _Place] = {}
         self._copying: list[Any] = []
 
     def reserve(self, sizes: Mapping[str, int], nodes: Mapping[str, str]) -> dict[str, list[str]]:
@@ -151,6 +170,71 @@ class StateKeepers:
                 place.node = node
         return found
 
+    def retire(self, names: Collection[str]) -> None:
+        """Note that others take the places of these ranks; their copies stay until `release`."""
+        for name in names:
+            if name in self._places:
+                self._retired[name] = self._places.pop(name)
+
+    def list_copies(self, names: Collection[str]) -> dict[str, dict[int, Copy]]:
+        """Return by retired rank the whole copies of its state on living nodes, by their step.
+
+        A copy on the rank's node comes before that on the partner's.
+        """
+        alive = {node.id for node in list_alive_nodes()}
+        found: dict[str, dict[int, Copy]] = {name: {} for name in names}
+        for name in names:
+            place = self._retired.get(name)
+            if place is None:  # it was lost before it kept anything
+                continue
+            nodes = [node for node in (place.node, place.partner) if node in alive]
+            for node, k in product(nodes, range(NUM_COPIES)):
+                header = self._read_header(node, _piece(name, k))
+                if header is not None:
+                    found[name].setdefault(header.step, Copy(node, _piece(name, k), header))
+        return found
+
+    def read_index(self, copy: Copy) -> list[Span]:
+        """Return where which part of which state lies in a copy."""
+        return decode_index(
+            self._read(copy.node, copy.piece, copy.header.index, copy.header.num_bytes)
+        )
+
+    def bring(self, copies: Mapping[str, Copy], node: str) -> dict[str, str]:
+        """Return, by rank, the path of its copy on `node`, to which those elsewhere are brought."""
+        elsewhere = {name: copy for name, copy in copies.items() if copy.node != node}
+        pulls = [
+            self._keeper(node).pull.remote(
+                self._keeper(copy.node), copy.piece, self._retired[name].num_bytes, self._timeout_s
+            )
+            for name, copy in elsewhere.items()
+        ]
+        ray.get(pulls, timeout=self._timeout_s)
+        sizes = {copy.piece: self._retired[name].num_bytes for name, copy in copies.items()}
+        paths = self._reserve_pieces(node, sizes)
+        return {name: paths[copy.piece] for name, copy in copies.items()}
+
+    def release(self, names: Collection[str]) -> None:
+        """Give up the copies of retired ranks, on all nodes."""
+        pieces = [_piece(name, k) for name in names for k in range(NUM_COPIES)]
+        for name in names:
+            self._retired.pop(name, None)
+        self._own.release(pieces)
+        for keeper in self._actors.values():
+            keeper.release.remote(pieces)
+
+    def _read_header(self, node: str, piece: str) -> Header | None:
+        try:
+            return Header.parse(self._read(node, piece, 0, HEADER_BYTES))
+        except (RayError, KeyError):  # the keeper is lost, or never had the piece
+            return None
+
+    def _read(self, node: str, piece: str, start: int, stop: int) -> bytes:
+        if self._is_alone:
+            return self._own.read(piece, start, stop)
+        content: Any = self._keeper(node).read.remote(piece, start, stop)
+        return ray.get(content, timeout=self._timeout_s)
+
     def close(self) -> None:
         """End the keepers, and with them all copies."""
         for actor in self._actors.values():
@@ -189,12 +273,16 @@ class StateKeepers:
             )
 
     def _reserve_on(self, node: str, name: str, num_bytes: int) -> list[str]:
-        sizes = {_piece(name, k): num_bytes for k in range(NUM_COPIES)}
+        pieces = [_piece(name, k) for k in range(NUM_COPIES)]
+        paths = self._reserve_pieces(node, dict.fromkeys(pieces, num_bytes))
+        return [paths[piece] for piece in pieces]
+
+    def _reserve_pieces(self, node: str, sizes: Mapping[str, int]) -> dict[str, str]:
+        """Return the paths of pieces on a node by name; those that are there stay as they are."""
         if self._is_alone:
-            return list(self._own.reserve(sizes).values())
+            return self._own.reserve(sizes)
         reserved: Any = self._keeper(node).reserve.remote(sizes)
-        paths: dict[str, str] = ray.get(reserved, timeout=self._timeout_s)
-        return list(paths.values())
+        return ray.get(reserved, timeout=self._timeout_s)
 
     def _choose_partners(self) -> dict[str, str]:
         """Return node -> the next node with ranks, or another one if all ranks are on one node.
@@ -203,9 +291,10 @@ class StateKeepers:
         """
         if self._is_alone:
             return {}
-        nodes = sorted({place.node for place in self._places.values()})
+        alive = [node.id for node in list_alive_nodes()]
+        nodes = sorted({place.node for place in self._places.values()} & set(alive))
         if len(nodes) == 1:
-            nodes += [node.id for node in list_alive_nodes() if node.id not in nodes][:1]
+            nodes += [node for node in alive if node not in nodes][:1]
         return dict(zip(nodes, [*nodes[1:], nodes[0]], strict=True)) if len(nodes) > 1 else {}
 
     def _keeper(self, node: str) -> Any:

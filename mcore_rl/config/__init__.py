@@ -68,6 +68,7 @@ from mcore_rl.config.tree_checks import (
     check_lora,
     check_overlong,
     check_quantization,
+    check_recovery,
     check_replay,
     check_steps,
     fill_gpus,
@@ -78,6 +79,7 @@ from mcore_rl.config.tree_checks import (
     find_unread_in_kl,
     find_unread_in_optimizer,
     find_unread_in_profile,
+    find_unread_in_recovery,
     find_unread_in_reward,
     find_unread_in_rollout,
     find_unread_in_served,
@@ -215,6 +217,7 @@ class Config(Options, group=""):
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         check_lora(self.train, self.optimizers, self.rollout)
+        check_recovery(self.run.recovery, self._layouts)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
         refuse(self, self._list_unread())
@@ -235,8 +238,16 @@ class Config(Options, group=""):
             yield from find_unread_in_optimizer(group, optimizer)
         yield from find_unread_beside_lora(self.train, self.optimizers)
         yield from find_unread_in_cluster(self.cluster)
+        yield from find_unread_in_recovery(self.run.recovery)
         yield from find_unread_in_profile(self.profile)
         yield from find_unread_in_sync(self.parity_check, self.sync)
+
+    @property
+    def _layouts(self) -> dict[str, ParallelConfig]:
+        """Return the layouts of trainer and critic, if there is one, by their groups."""
+        has_critic = self.algorithm.advantage == "gae"
+        critic = {"critic.parallel": self.critic.parallel} if has_critic else {}
+        return {"parallel": self.parallel, **critic}
 
     def _list_other_gpus(self) -> dict[str, int]:
         """Return the GPUs of a training run that are not its trainer's, by the options that set

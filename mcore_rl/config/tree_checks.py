@@ -23,6 +23,7 @@ from mcore_rl.config.run import (
     ClusterConfig,
     EvalConfig,
     ProfileConfig,
+    RecoveryConfig,
     RewardConfig,
     RunConfig,
 )
@@ -351,6 +352,28 @@ def find_unread_in_cluster(cluster: ClusterConfig) -> Iterator[Unread]:
         yield Unread(
             options, "cluster.address=null", "submit the run, or join a Ray by its address"
         )
+
+
+def check_recovery(recovery: RecoveryConfig, layouts: Mapping[str, ParallelConfig]) -> None:
+    """Raise ValueError if run.recovery.min_dp leaves a model no smaller layout.
+
+    layouts   of the models, by their groups of options
+    """
+    if recovery.min_dp is None:
+        return
+    for group, parallel in layouts.items():
+        if recovery.min_dp >= parallel.dp_size:
+            raise ValueError(
+                f"run.recovery.min_dp={recovery.min_dp} is no smaller data-parallel size than"
+                f" {group}.dp={parallel.dp_size}; lower it, or leave it out"
+            )
+        parallel.shrink(parallel.dp_size - 1, recovery.min_dp, group)
+
+
+def find_unread_in_recovery(recovery: RecoveryConfig) -> Iterator[Unread]:
+    if not recovery.is_used:
+        context = f"run.recovery.partner={recovery.partner}, restarts={recovery.restarts}"
+        yield Unread(("run.recovery.min_dp",), context, "set run.recovery.partner=memory")
 
 
 def find_unread_in_profile(profile: ProfileConfig) -> Iterator[Unread]:

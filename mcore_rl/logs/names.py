@@ -155,6 +155,7 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "recovery/keep_seconds": "of it, to keep the states of trainer and critic (recovery.md)",
         "recovery/kept_bytes": "bytes of these states, over all ranks",
         "recovery/count": "recoveries of lost ranks since the start of the command",
+        "recovery/dp": "data-parallel size of the trainer, which run.recovery.min_dp lets shrink",
         "ranks/lag": "seconds of the slowest trainer rank's own work / the median of the others of"
         " its pipeline stage (monitoring.md)",
         "ranks/slowest": "the number of this rank",

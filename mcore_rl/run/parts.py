@@ -4,7 +4,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,9 @@ from mcore_rl.config import (
     CriticConfig,
     DriftConfig,
     LogConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RolloutConfig,
-    SyncConfig,
     TrainConfig,
 )
 from mcore_rl.config.secrets import dump_config
@@ -41,11 +38,10 @@ from mcore_rl.logs.trackers.open import open_trackers
 from mcore_rl.logs.trackers.tracker import TrackedRun
 from mcore_rl.loops.roles import AskTeacher, Critic, ReadSamples
 from mcore_rl.loops.sampling import SamplingOptions
-from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.recipe_models import make_critic_training, read_critic
-from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.images import image_marks
+from mcore_rl.run.links import make_links, make_record
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
     ALL,
@@ -76,9 +72,7 @@ from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
 from mcore_rl.types import WeightVersion
-from mcore_rl.weight_sync.controller.factor_sync import FactorOptions, choose_factors
-from mcore_rl.weight_sync.controller.strategy import TrainerRanks
-from mcore_rl.weight_sync.controller.sync import SyncController
+from mcore_rl.weight_sync.controller.factor_sync import choose_factors
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
 from mcore_rl.weights.models.value_head import add_value_head
@@ -106,7 +100,7 @@ def make_token_trainer(
 ) -> PackedTokenTrainer:
     """Return a trainer of TrainBatches that measures its speed; the ranks must be built."""
     speed = _time_steps(trainer, packing)
-    return PackedTokenTrainer(
+    packed = PackedTokenTrainer(
         trainer,
         folder,
         packing=packing,
@@ -116,6 +110,8 @@ def make_token_trainer(
         skipped=SkippedSteps(folder, "policy", optimizer.max_nonfinite),
         export=trainer.export_hf,
     )
+    trainer.tell_resized(packed.fit)
+    return packed
 
 
 def make_packing(parallel: ParallelConfig, train: TrainConfig, model: ModelFacts) -> Packing:
@@ -128,7 +124,7 @@ def make_stored_trainer(config: Config, run: StartedRun) -> PackedStoredTrainer:
     """Return a trainer of StoredBatches, which computes log-probs at the rollout's temperature."""
     trainer = run.started.trainer
     packing = make_packing(config.parallel, config.train, run.policy)
-    return PackedStoredTrainer(
+    packed = PackedStoredTrainer(
         trainer,
         run.folder,
         packing=packing,
@@ -138,6 +134,8 @@ def make_stored_trainer(config: Config, run: StartedRun) -> PackedStoredTrainer:
         skipped=_note_skipped(run, "policy", config.train.optimizer),
         export=trainer.export_hf,
     )
+    trainer.tell_resized(packed.fit)
+    return packed
 
 
 def _note_skipped(run: StartedRun, model: str, optimizer: OptimizerConfig) -> SkippedSteps:
@@ -167,6 +165,7 @@ def make_critic(
     critic = PackedCritic(
         started.critic, run.folder, packing=packing, checkpoint=checkpoint, skipped=skipped
     )
+    started.critic.tell_resized(critic.fit)
     return SharingCritic(critic, started.gpus) if options.colocated else critic
 
 
@@ -208,16 +207,23 @@ def make_sync(
         is_rounded=config.train.fake_quantization != "none",
         factors=choose_factors(config.train.lora, config.model, config.rollout, run.policy, seed),
     )
+    started.trainer.tell_resized(
+        lambda smaller: links.record_by(
+            make_record(config.model, smaller, config.rollout, run.policy)
+        )
+    )
     devices = started.trainer.device_names()
     made_by = describe_kernels(config.model, config.rollout, config.train, devices)
+    scorer = PackedTokenTrainer(
+        started.trainer,
+        folder,
+        packing=make_packing(config.parallel, config.train, run.policy),
+        temperature=1.0,
+        checkpoint=config.checkpoint,
+    )
+    started.trainer.tell_resized(scorer.fit)
     parity_check = ParityCheck(
-        PackedTokenTrainer(
-            started.trainer,
-            folder,
-            packing=make_packing(config.parallel, config.train, run.policy),
-            temperature=1.0,
-            checkpoint=config.checkpoint,
-        ),
+        scorer,
         config.parity_check,
         ParityTolerance(config.parity_check, config.engine_precision, folder.parity_check, made_by),
         config.run.call_timeout_s,
@@ -229,57 +235,6 @@ def make_sync(
     return EngineSync(
         *(links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus),
         count_steps=lambda: trainer.num_steps,
-    )
-
-
-def make_links(
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    rollout: RolloutConfig,
-    sync: SyncConfig,
-    policy: ModelFacts,
-    trainer: TrainerRanks,
-    *,
-    keys: ServerKeys | None,
-    host: str,
-    timeout_s: float,
-    start_step: int,
-    is_colocated: bool,
-    is_rounded: bool,
-    factors: FactorOptions | None,
-) -> SyncController:
-    """Return the controller that links engines to trainer ranks.
-
-    host           this process's address
-    is_colocated   engines are on the trainer ranks' GPUs
-    is_rounded     trainer ranks send other weights than the files' (train.fake_quantization)
-    factors        as choose_factors returned it
-    """
-    # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
-    is_plain = rollout.quantization == "none" and not policy.int4
-    is_loaded = model.init == "hf" and is_plain and not is_rounded
-    is_kept = start_step == 0 and not is_colocated
-    return SyncController(
-        trainer,
-        keys=keys,
-        host=host,
-        bucket_mib=sync.bucket_mib,
-        timeout_s=timeout_s,
-        staged=rollout.stage_weights,
-        relay=sync.relay,
-        delta=sync.delta,
-        pull=sync.pull,
-        record=partial(
-            record_layouts,
-            policy,
-            model.dtype,
-            parallel,
-            fp8=rollout.quantization == "fp8",
-        ),
-        trace_all=sync.trace == "full",
-        verify_every=sync.reads_back_every,
-        loaded=is_loaded and is_kept and sync.verify == "destination",
-        factors=factors,
     )
 
 

@@ -83,6 +83,7 @@ def open_recovery(
     with closing(StateKeepers(nodes, options.call_timeout_s)) as keepers:
         try:
             for model in trained.models:
+                model.let_shrink(options.recovery.min_dp)
                 model.keep_in(keepers)
         except NoMemoryError as error:
             say(

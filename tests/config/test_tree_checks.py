@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.config.algorithm import AlgorithmConfig, CorrectionConfig
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig, ServedModelConfig
-from mcore_rl.config.run import RewardConfig
+from mcore_rl.config.run import RecoveryConfig, RewardConfig
 from mcore_rl.config.training import (
     CriticConfig,
     LoraConfig,
@@ -20,8 +20,10 @@ from mcore_rl.config.tree_checks import (
     check_fake_quantization,
     check_overlong,
     check_quantization,
+    check_recovery,
     check_replay,
     check_steps,
+    find_unread_in_recovery,
 )
 
 
@@ -118,6 +120,19 @@ def test_a_colocated_model_has_as_many_ranks_as_the_trainer_at_most_and_scores_i
         check_colocated_models({"judge": model}, ParallelConfig(dp=3), RolloutConfig())
     with pytest.raises(ValueError, match=r"rollout.mode=async: .* or judge.colocated=false"):
         check_colocated_models({"judge": model}, ParallelConfig(dp=4), RolloutConfig(mode="async"))
+
+
+def test_a_smaller_layout_must_be_possible() -> None:
+    layouts = {"parallel": ParallelConfig(dp=4), "critic.parallel": ParallelConfig(dp=2)}
+    check_recovery(RecoveryConfig(), layouts)
+    check_recovery(RecoveryConfig(min_dp=1), layouts)
+    check_recovery(RecoveryConfig(min_dp=2), {"parallel": ParallelConfig(ep=2, dp=4)})
+    with pytest.raises(ValueError, match=r"min_dp=2 is no smaller .* than critic.parallel.dp=2"):
+        check_recovery(RecoveryConfig(min_dp=2), layouts)
+    with pytest.raises(ValueError, match=r"from parallel.dp=1 to 1 .* parallel.ep .* = 2 does not"):
+        check_recovery(RecoveryConfig(min_dp=1), {"parallel": ParallelConfig(ep=2, dp=2)})
+    [unread] = find_unread_in_recovery(RecoveryConfig(partner="none", min_dp=1))
+    assert unread.options == ("run.recovery.min_dp",)
 
 
 COLOCATED: dict[str, Any] = {"tp": 2, "stage_weights": False, "restarts": 0}

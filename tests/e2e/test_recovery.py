@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_clusters import seated
-from tests.support.books import assert_same_prompts
+from tests.support.books import assert_books_balance, assert_same_prompts
 from tests.support.runs import Run, tiny_settings
 from tests.support.submitted import SubmittedRun
 from tests.support.victims import PHASES, assert_complete
@@ -226,29 +226,74 @@ def test_fine_tuning_recovers_too(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def four_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
-    """Two trainer ranks and an engine on three nodes, and a spare node."""
+def on_four_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., SubmittedRun]]:
+    """Submits a run on nodes with room for a trainer rank or an engine each."""
     nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=4"]
-    settings = [*tiny_settings(arithmetic), *SETTINGS, *SIX_STEPS, *nodes]
-    run = SubmittedRun(settings, tmp_path / "run")
-    yield run
-    run.kill()
+    runs: list[SubmittedRun] = []
+
+    def submit(*more: str) -> SubmittedRun:
+        settings = [*tiny_settings(arithmetic), *SETTINGS, *SIX_STEPS, *nodes, *more]
+        runs.append(SubmittedRun(settings, tmp_path / "run"))
+        return runs[-1]
+
+    yield submit
+    for run in runs:
+        run.kill()
+
+
+def list_trainer_nodes(run: SubmittedRun) -> list[str]:
+    """Return the nodes with a trainer rank that is not the controller's."""
+    return [node for node, who in seated(run) if who.startswith("trainer") and node != "node0"]
+
+
+def lose(run: SubmittedRun, node: str, num_before: int = 0) -> None:
+    """Kill a node, and wait until the run has recovered."""
+    run.kill_raylet(f"127.0.0.{int(node.removeprefix('node')) + 2}")
+    again = f"recovery {num_before + 1}"
+    run.wait_until(lambda: run.printed().count("recovered step") > num_before, again, 400)
 
 
 @pytest.mark.slow
 def test_a_spare_node_takes_the_place_of_a_lost_one(
-    four_nodes: SubmittedRun, start: Start, tmp_path: Path
+    on_four_nodes: Callable[..., SubmittedRun], start: Start, tmp_path: Path
 ) -> None:
-    run = four_nodes
+    """Two trainer ranks and an engine are on three of the nodes."""
+    run = on_four_nodes()
     run.wait_for("step 3: train", 400)
-    lost, *_ = (node for node, who in seated(run) if who.startswith("trainer") and node != "node0")
-    run.kill_raylet(f"127.0.0.{int(lost.removeprefix('node')) + 2}")
-    run.wait_until(lambda: "recovered step" in run.printed(), "a recovery", 400)
+    lose(run, list_trainer_nodes(run)[0])
     run.wait_ended(timeout_s=400)
     run.wait_until_nothing_is_left()
     whole = start("train", *SETTINGS, *SIX_STEPS, run_dir=tmp_path / "whole")
     assert whole.finish() == 0, whole.tail()
     assert numbers(run) == numbers(whole)
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_where_no_node_is_spare(
+    on_four_nodes: Callable[..., SubmittedRun], start: Start, tmp_path: Path
+) -> None:
+    """Three trainer ranks, each on a node, become two, and then one."""
+    layout = ("parallel.dp=3", "parallel.ep=1", "run.steps=5", "run.call_timeout_s=120")
+    run = on_four_nodes(*layout, "run.recovery.min_dp=1", "cluster.cpus_per_rank=1")
+    run.wait_for("step 2: train", 400)
+    first, second = list_trainer_nodes(run)
+    lose(run, first)
+    run.wait_for("step 4: train", 400)
+    lose(run, second, num_before=1)
+    run.wait_ended(timeout_s=400)
+    run.wait_until_nothing_is_left()
+    assert re.findall(r"trainer: (dp \d -> \d)", run.printed()) == ["dp 3 -> 2", "dp 2 -> 1"]
+    rows = {row["step"]: row for row in run.metrics() if "loss/total" in row}
+    assert [rows[step]["recovery/dp"] for step in range(1, 6)] == [3, 2, 2, 1, 1]
+    assert_books_balance(run.run_dir, 5)
+    whole = start("train", *SETTINGS, *SIX_STEPS, *layout, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    wanted = {row["step"]: row for row in whole.metrics() if "loss/total" in row}
+    for step, bound in ((1, 0.0), (2, 1e-6), (3, 1e-4), (4, 1e-4), (5, 1e-4)):
+        for name in ("loss/total", "loss/grad_norm", "reward/mean", "train/tokens"):
+            expected = pytest.approx(wanted[step][name], rel=bound, abs=bound)
+            assert rows[step][name] == expected, (step, name)
+    assert max(row["logprob_diff/mean"] for row in rows.values()) < 1e-5
 
 
 @pytest.mark.slow

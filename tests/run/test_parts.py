@@ -1,7 +1,7 @@
 """The parts of a run: what is loaded in which order, and what a recipe does without."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.log_files import find_segments
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
+from mcore_rl.run.links import make_links, make_record
 from mcore_rl.run.parts import (
     StartedRun,
     complete_saves,
@@ -35,7 +36,6 @@ from mcore_rl.run.parts import (
     load_checkpoint,
     load_models,
     make_critic,
-    make_links,
     make_log,
     make_stored_trainer,
     make_token_trainer,
@@ -50,6 +50,7 @@ from mcore_rl.weight_sync.controller.factor_sync import FactorSync, choose_facto
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import ModelFlops
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.checkpoint_folders import write_checkpoint
 
 
@@ -61,6 +62,10 @@ class Ranks:
     log: list[tuple[str, ...]]
     state: Mapping[str, Any] = field(default_factory=dict)
     world_size: int = 3
+    listeners: list[Callable[[ParallelConfig], None]] = field(default_factory=list)
+
+    def tell_resized(self, listener: Callable[[ParallelConfig], None]) -> None:
+        self.listeners.append(listener)
 
     def snapshot_reference(self) -> None:
         self.log.append((self.role, "snapshot_reference"))
@@ -232,6 +237,13 @@ def test_trainer_and_critic_are_packed_by_their_own_layouts(tmp_path: Path) -> N
     vocabulary = 2.0 * 2048 * (151936 - 1)
     assert values == replace(flops, per_token=values.per_token)
     assert flops.per_token - values.per_token == vocabulary, "the value head"
+    ranks: Any = run.started
+    for listener in ranks.trainer.listeners:
+        listener(ParallelConfig(dp=2))
+    assert trainer._packing.dp_size == stored._packing.dp_size == 2
+    assert trainer._speed == stored._speed == TrainSpeed(flops, num_ranks=2, peak_flops=1e15)
+    [resize] = ranks.critic.listeners
+    resize(ParallelConfig(dp=1))
     colocated = make_critic(CriticConfig(colocated=True), train, checkpoint, run)
     assert isinstance(colocated, SharingCritic)
     without = replace(run, started=start(Log(), {}, with_critic=False))
@@ -316,6 +328,17 @@ def test_engines_merge_factors_if_they_stage_weights(
         len(options.stamp.base) == 64,
     )
     assert found == stamp
+
+
+def test_layouts_are_recorded_anew_for_fewer_ranks() -> None:
+    policy = ModelFacts.read("recipes/model/qwen3_30b_a3b")
+    config, smaller = Config(parallel=ParallelConfig(dp=2)), ParallelConfig(dp=1)
+    sizes = SGLangSizes.from_config(config.rollout)
+    links = links_of(config)
+    before = links._record_layouts(sizes)
+    links.record_by(make_record(config.model, smaller, config.rollout, policy))
+    expected = links_of(replace(config, parallel=smaller))._record_layouts(sizes)
+    assert links._record_layouts(sizes) == expected != before
 
 
 @pytest.mark.parametrize("staged", [True, False])

@@ -4,8 +4,9 @@
     models goes back to the newest state that all have -> engines are linked by the next sync
     -> the work is done again
 
-So the run goes on as if nothing had happened, bit for bit. An error of a rank's program ends the
-run: it would come again. Where an error may be of the GPU or of the program, this is tried once.
+So the run goes on as if nothing had happened, bit for bit. Where the ranks of a lost node find no
+room, run.recovery.min_dp lets fewer ranks go on. An error of a rank's program ends the run: it
+would come again. Where an error may be of the GPU or of the program, this is tried once.
 """
 
 import logging
@@ -40,6 +41,9 @@ class KeptModel(Protocol):
     """The ranks of trainer or critic; see cluster.model_groups.ModelGroup."""
 
     role: str
+
+    @property
+    def dp_size(self) -> int: ...
 
     def find_loss(self, wait_s: float) -> RankLostError | None: ...
 
@@ -148,6 +152,7 @@ class RankRecovery:
             "recovery/kept_bytes": float(num_bytes),
             "recovery/keep_seconds": now_s() - began_s,
             "recovery/count": float(self._num_recovered),
+            "recovery/dp": float(self._of.models[0].dp_size),
         }
 
     def recover(self, error: Exception) -> None:
@@ -226,7 +231,13 @@ class RankRecovery:
         return step
 
     def _restart(self, model: KeptModel) -> None:
+        before = model.dp_size
         model.restart()
+        if model.dp_size < before:
+            _tell(
+                f"{model.role}: dp {before} -> {model.dp_size}, as no node has room for the ranks"
+                " of a lost one; each rank trains on more of the batch"
+            )
         self._of.prepare(model.role)
 
     def _save_again(self, step: int) -> None:

@@ -107,6 +107,10 @@ class Packing:
         max_tokens = train.max_tokens_per_microbatch
         return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes, flops)
 
+    def fit(self, parallel: ParallelConfig) -> "Packing":
+        """Return the packing for ranks that go on in this smaller layout."""
+        return replace(self, dp_size=parallel.dp_size)
+
     def plan(self, batch: TrainBatch) -> Plan:
         """Return the sequence indices of each micro-batch, by data-parallel coordinate."""
         return self._plan(batch.lens_N, lambda: find_batch_sharing(batch))
@@ -191,6 +195,12 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         """Optimizer steps since this process began that should have changed the policy: they were
         not skipped, and their learning rate and their gradient were not 0.
         """
+
+    def fit(self, parallel: ParallelConfig) -> None:
+        """Pack for ranks that go on in this smaller layout, and count the speed of as many."""
+        self._packing = self._packing.fit(parallel)
+        if self._speed is not None:
+            self._speed = replace(self._speed, num_ranks=parallel.world_size)
 
     def train_step(self, batch: Batch) -> StepStats:
         per_dp = self._cut(batch)
@@ -295,6 +305,10 @@ class PackedCritic:
         self._packing = packing
         self._checkpoint = checkpoint
         self._skipped = skipped or SkippedSteps(folder, "critic", 0)
+
+    def fit(self, parallel: ParallelConfig) -> None:
+        """Pack for ranks that go on in this smaller layout."""
+        self._packing = self._packing.fit(parallel)
 
     def compute_values(self, batch: StoredBatch) -> StoredColumn:
         return self._ranks.compute_values(_cut_stored(_for_critic(batch), self._packing))[0][0]

@@ -149,6 +149,11 @@ class SyncController:
         if isinstance(self._strategy, FactorSync):
             self._strategy.forget_trainers()
 
+    def record_by(self, record: RecordLayouts) -> None:
+        """Make recorded layouts by `record` from now on, as trainer ranks go on in another one."""
+        self._record = record
+        self._layouts_of.clear()
+
     def unlink(self, url: str) -> None:
         """Forget an engine that has left."""
         self._engines.pop(url, None)

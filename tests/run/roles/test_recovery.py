@@ -24,6 +24,9 @@ class NumberModel:
         self.number = 1
         self.kept: dict[int, int] = {}
         self.num_restarts = 0
+        self.dp_size = 4
+        self.num_spare = 9
+        """Replacements to be had; without one, a restart makes the model smaller."""
         self._loss: RankLostError | None = None
 
     def train(self, step: int) -> int:
@@ -47,6 +50,8 @@ class NumberModel:
 
     def restart(self) -> None:
         self.num_restarts += 1
+        self.num_spare -= 1
+        self.dp_size -= self.num_spare < 0
         self._loss = None
         self.number = 1
 
@@ -133,6 +138,31 @@ def test_both_models_go_back_when_one_is_lost(tmp_path: Path) -> None:
     assert scene.train(3, once(scene.trainer.die)) == wanted[2]
     assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
     assert scene.calls == ["forget links", "prepare critic", "forget links", "prepare trainer"]
+
+
+def test_a_model_that_becomes_smaller_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = undisturbed(tmp_path, 2)
+    scene = Scene(tmp_path)
+    scene.trainer.num_spare = 1
+
+    def train(step: int) -> Mapping[str, float]:
+        die = once(scene.trainer.die)
+
+        def work() -> tuple[int, int, int]:
+            scene.steered.value += step
+            die()
+            trained = scene.trainer.train(step), scene.critic.train(step), scene.steered.value
+            assert trained == wanted[step - 1]
+            return trained
+
+        return scene.recovery.train(step, work)[1]
+
+    assert train(1)["recovery/dp"] == 4.0
+    assert "dp 4" not in caplog.text
+    assert train(2)["recovery/dp"] == 3.0
+    assert "trainer: dp 4 -> 3, as no node has room" in caplog.text
 
 
 def test_work_after_a_step_finds_its_state(tmp_path: Path) -> None:
