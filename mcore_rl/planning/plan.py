@@ -28,6 +28,7 @@ from mcore_rl.planning.kept_state import explain_kept_states, predict_kept_state
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.smaller_memory import explain_smallest
 from mcore_rl.planning.suggest import GIB, count_available
 from mcore_rl.planning.sync import make_comparison_table, make_flows_table
 from mcore_rl.planning.verdict import PlanVerdict, judge_recipe
@@ -152,6 +153,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
     stores = StoreMemory.make(run, config.data, config.algorithm, config.drift)
     servers = explain_servers(config.sandbox, config.search)
     kept = predict_kept_states(run, config.run.recovery)
+    smallest = explain_smallest(run, config.run.recovery)
     if shown.as_json:
         memory = {
             "memory": memory_as_json(verdict.ranks),
@@ -164,13 +166,14 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
             "frozen_bytes": list_frozen_bytes(run),
             "servers": servers,
             "kept_states": [asdict(state) for state in kept],
+            "smallest_layout": smallest,
             "missing": list(shown.missing),
         }
         print(json.dumps(asdict(verdict.sync.summary) | memory))
         return verdict.fits
     console = Console(width=None if sys.stdout.isatty() else 120)
     states = explain_kept_states(kept, config.plan.ranks_per_host)
-    host = [stores.explain(), states, explain_frozen(run), explain_engines(run)]
+    host = [stores.explain(), states, smallest, explain_frozen(run), explain_engines(run)]
     lines = [verdict.sentence, gpus.explain(), *explained, *host, servers]
     for line in filter(None, [*lines, *_explain_missing(shown.missing)]):
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -56,6 +56,20 @@ def test_a_plan_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
+    ("gib", "said"), [(80, "this fits: trainer ranks"), (50, "this does not fit: trainer ranks")]
+)
+def test_a_plan_tells_of_the_smallest_layout_after_a_loss(
+    gib: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["parallel.dp=16", "cluster.gpus=null", "run.recovery.min_dp=9"]
+    config = load_recipe("moonlight_16b_a3b_grpo_8", [f"plan.gpu_memory_gib={gib}", *more])
+    print_plan(config)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "min_dp=9, a run that lost nodes may go on with parallel.dp=" in text
+    assert said in text
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model.path=''"], "model.path is not set"),
