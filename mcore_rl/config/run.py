@@ -307,6 +307,9 @@ class TrackingConfig(Options, group="log.tracking"):
     samples: int = bounded(0, ge=0, le=64)
     """Samples of each step, and of each evaluation, that trackers get as a table, MLflow also as
     traces; 0: none."""
+    charts: Literal["first", "all"] = "first"
+    """Charts that W&B and SwanLab show by themselves: the first ones (docs/monitoring.md), or those
+    of all metrics. The others are logged too, and wait among the hidden ones."""
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """The trackers that a recipe may name, a class each, and the function that opens them."""
 
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,10 @@ import numpy as np
 
 from mcore_rl.config import LogConfig
 from mcore_rl.config.tree import flatten
+from mcore_rl.logs.trackers.first_charts import PATTERNS, select_charts, select_first
 from mcore_rl.logs.trackers.tracker import (
     SAMPLE_COLUMNS,
+    SAMPLE_TABLES,
     Rows,
     TrackedRun,
     Tracker,
@@ -23,7 +27,10 @@ from mcore_rl.process.disk import report_full_disk, write_whole
 
 
 class WandB:
-    """Weights & Biases with `step` as x axis; a resumed run keeps its id (<run_dir>/wandb_id)."""
+    """Weights & Biases with `step` as x axis; a resumed run keeps its id (<run_dir>/wandb_id).
+
+    W&B sorts charts by name and takes no order from code, but hides those that it is told to.
+    """
 
     def __init__(self, run: TrackedRun, project: str) -> None:
         self._wandb = import_tracker("wandb", f"log.wandb_project={project!r}", "wandb")
@@ -40,9 +47,12 @@ class WandB:
             resume="allow",
         )
         write_whole(run.run_dir / "wandb_id", self._run.id)
-        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("*", step_metric="step", hidden=options.charts == "first")
+        self._shown: set[str] = set()
+        self._show(SAMPLE_TABLES)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._show(select_first(metrics))
         single, layers = fold_layers(metrics)
         histograms = {name: self._wandb.Histogram(values) for name, values in layers.items()}
         self._run.log({**single, **histograms, "step": step})
@@ -51,8 +61,19 @@ class WandB:
         table = self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=make_table(rows))
         self._run.log({f"samples/{split}": table, "step": step})
 
+    def _show(self, names: Sequence[str]) -> None:
+        """Show charts of these names, each defined by itself: of two patterns any one would win."""
+        for name in names:
+            if name not in self._shown:
+                self._shown.add(name)
+                self._run.define_metric(name, step_metric="step", hidden=False)
+
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
+
+
+PLOT_ORDER = "TRACKIO_PLOT_ORDER"
+"""Variable with the order of charts, which a new Space takes over from the run that makes it."""
 
 
 class Trackio:
@@ -60,6 +81,7 @@ class Trackio:
 
     def __init__(self, run: TrackedRun, project: str) -> None:
         self._trackio = import_tracker("trackio", f"log.trackio_project={project!r}", "trackio")
+        os.environ.setdefault(PLOT_ORDER, ",".join(PATTERNS))
         self._trackio.init(
             project=project,
             name=run.name,
@@ -83,8 +105,14 @@ class Trackio:
         self._trackio.finish()
 
 
+OVERVIEW = "overview"
+
+
 class SwanLab:
-    """SwanLab; a resumed run keeps its id (<run_dir>/swanlab_id)."""
+    """SwanLab; a resumed run keeps its id (<run_dir>/swanlab_id).
+
+    The first charts of all runs of a project are in one section.
+    """
 
     def __init__(self, run: TrackedRun, project: str) -> None:
         self._swanlab = import_tracker("swanlab", f"log.swanlab_project={project!r}", "swanlab")
@@ -101,8 +129,16 @@ class SwanLab:
             resume="allow",
         )
         write_whole(run.run_dir / "swanlab_id", self._run.id)
+        self._run.define_metric("*", hidden=options.charts == "first")
+        for name in SAMPLE_TABLES:
+            self._run.define_metric(name, hidden=False)
+        self._shown: set[str] = set()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name in select_first(metrics):
+            if name not in self._shown:
+                self._shown.add(name)
+                self._run.define_metric(name, section_name=OVERVIEW, hidden=False)
         self._run.log(dict(metrics), step=step)
 
     def log_samples(self, step: int, split: str, rows: Rows) -> None:
@@ -234,7 +270,10 @@ class ClearML:
 
 
 class TensorBoard:
-    """Event files in <run_dir>/tensorboard; a resume hides steps beyond `last_step`."""
+    """Event files in <run_dir>/tensorboard; a resume hides steps beyond `last_step`.
+
+    The tab Custom Scalars has the first charts.
+    """
 
     def __init__(self, run_dir: Path, last_step: int | None) -> None:
         purge_step = 0 if last_step is None else last_step + 1
@@ -243,15 +282,34 @@ class TensorBoard:
         self._folder = run_dir / "tensorboard"
         with report_full_disk(self._folder):
             self._writer = module.SummaryWriter(str(self._folder), purge_step=purge_step)
+        self._known: set[str] = set()
+        self._charts: dict[str, dict[str, list[str]]] = {}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         with report_full_disk(self._folder):
+            self._lay_out(metrics)
             single, layers = fold_layers(metrics)
             for name, value in single.items():
                 self._writer.add_scalar(name, value, step)
             for name, values in layers.items():
                 self._writer.add_histogram(name, np.asarray(values), step)
             self._writer.flush()
+
+    def _lay_out(self, metrics: Mapping[str, float]) -> None:
+        """Write the first charts again when one has a new metric: TensorBoard takes the last."""
+        self._known.update(metrics)
+        if (charts := select_charts(self._known)) == self._charts:
+            return
+        self._charts = charts
+        self._writer.add_custom_scalars(
+            {
+                section: {
+                    chart: ["Multiline", [f"^{re.escape(name)}$" for name in names]]
+                    for chart, names in named.items()
+                }
+                for section, named in charts.items()
+            }
+        )
 
     def log_samples(self, step: int, split: str, rows: Rows) -> None:
         with report_full_disk(self._folder):

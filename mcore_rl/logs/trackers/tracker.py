@@ -14,6 +14,8 @@ Rows = Sequence[Mapping[str, Any]]
 """Rows of samples.jsonl."""
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "finish_reason")
 """Columns of a table of samples."""
+SAMPLE_TABLES = ("samples/train", "samples/eval")
+"""Names under which samples are logged, by split."""
 
 
 class Tracker(Protocol):

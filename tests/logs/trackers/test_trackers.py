@@ -1,16 +1,23 @@
 """TensorBoard; W&B, trackio, SwanLab, ClearML and MLflow, offline, where they are installed."""
 
+import re
+import struct
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from mcore_rl.config import LogConfig, TrackingConfig
 from mcore_rl.logs.logger import MetricsLogger
-from mcore_rl.logs.trackers.open import open_trackers
+from mcore_rl.logs.names import add_former_names, find_documented
+from mcore_rl.logs.trackers.first_charts import PATTERNS, select_charts, select_first
+from mcore_rl.logs.trackers.open import PLOT_ORDER, open_trackers
 from mcore_rl.logs.trackers.tracker import TrackedRun, Tracker, fold_layers, make_table
+from tests.support.policy import read
 
 CONFIG = {"run": {"seed": 3}, "algorithm": {"loss": "ppo_clip"}}
 ROWS = [
@@ -29,14 +36,18 @@ TRACKING = TrackingConfig(name="mine", group="ours", tags=["moe"], samples=2)
 
 @pytest.fixture(autouse=True)
 def in_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have artifacts that trackers write to the working folder land in the test's."""
+    """Have artifacts that trackers write to the working folder land in the test's, and take back
+    the variable that one sets.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(PLOT_ORDER, "")
+    monkeypatch.delenv(PLOT_ORDER)
 
 
 def open_here(folder: Path, last_step: int | None = None, **target: Any) -> list[Tracker]:
     log = LogConfig(**{"tensorboard": False, "tracking": TRACKING, **target})
     folder.mkdir(exist_ok=True)
-    return open_trackers(log, TrackedRun(folder, last_step, TRACKING, CONFIG))
+    return open_trackers(log, TrackedRun(folder, last_step, log.tracking, CONFIG))
 
 
 def log_steps(folder: Path, last_step: int | None, *steps: int, **target: Any) -> None:
@@ -78,6 +89,71 @@ def test_a_table_of_samples_has_numbers_and_texts() -> None:
 def test_numbers_of_layers_are_folded_in_their_order() -> None:
     metrics = {"loss/nll": 1.0, "router/layer_10/load": 3.0, "router/layer_2/load": 2.0}
     assert fold_layers(metrics) == ({"loss/nll": 1.0}, {"router/layers/load": [2.0, 3.0]})
+
+
+OF_A_STEP = add_former_names(
+    {
+        "batch/lost": 0.0,
+        "time/rollout": 2.0,
+        "time/sync": 1.0,
+        "loss/entropy": 0.5,
+        "reward/std": 0.5,
+        "reward/mean": 0.25,
+        "eval/hard/greedy_accuracy": 0.5,
+    }
+)
+FIRST = [
+    "reward/mean",
+    "eval/hard/greedy_accuracy",
+    "loss/entropy",
+    "time/rollout",
+    "time/sync",
+]
+
+
+def test_first_charts_show_documented_metrics_in_their_order() -> None:
+    assert all(find_documented(pattern.replace("*", "some")) for pattern in PATTERNS)
+    document = read("docs/monitoring.md").replace("'\\\n'", "")
+    assert f"export TRACKIO_PLOT_ORDER='{','.join(PATTERNS)}'" in document
+    assert select_first(OF_A_STEP) == FIRST
+    assert select_charts(OF_A_STEP)["Speed"] == {"seconds of a step": ["time/rollout", "time/sync"]}
+    assert select_charts({"batch/lost": 0.0}) == {}
+
+
+def read_records(path: Path) -> Iterator[bytes]:
+    """Yield the records of an offline run of W&B: 7 bytes, then records in LevelDB's log format."""
+    data = path.read_bytes()
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        if (left := 32768 - place % 32768) < 7:
+            place += left
+            continue
+        _, num_bytes, kind = struct.unpack_from("<IHB", data, place)
+        place += 7 + num_bytes
+        record += data[place - num_bytes : place]
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.parametrize(("charts", "is_hidden"), [("first", True), ("all", False)])
+def test_wandb_hides_charts_but_the_first(
+    charts: Any, is_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    [tracker] = open_here(
+        tmp_path / "run", wandb_project="unit", tracking=TrackingConfig(charts=charts)
+    )
+    tracker.log(1, OF_A_STEP)
+    tracker.close(failed=False)
+    [file] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
+    records = [protocol.Record.FromString(record) for record in read_records(file)]
+    defined = [record.metric for record in records if record.HasField("metric")]
+    hidden = {metric.name or metric.glob_name: metric.options.hidden for metric in defined}
+    assert hidden.pop("*") == is_hidden
+    assert hidden == dict.fromkeys(["samples/train", "samples/eval", *FIRST], False)
 
 
 def test_mlflow_keeps_one_run_over_a_resume(tmp_path: Path) -> None:
@@ -157,6 +233,20 @@ def test_swanlab_keeps_one_id_over_a_resume(
     assert ids[0] == ids[1]
 
 
+def test_swanlab_shows_the_first_charts_in_a_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("swanlab")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    [tracker] = open_here(tmp_path / "run", swanlab_project="unit")
+    tracker.log(1, OF_A_STEP)
+    tracker.close(failed=False)
+    [file] = tmp_path.glob("run/swanlab/run-*/*.swanlab")
+    columns = file.read_bytes()
+    sections = {name: re.search(name.encode() + rb".{1,2}overview", columns) for name in OF_A_STEP}
+    assert {name for name, found in sections.items() if found} == set(FIRST)
+
+
 def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLEARML_OFFLINE_MODE", "1")
     monkeypatch.setenv("CLEARML_CACHE_DIR", str(tmp_path / "cache"))
@@ -183,6 +273,17 @@ def test_trackio_keeps_one_run_over_a_resume(
     assert run.name == "mine"
 
 
+def test_a_space_of_trackio_gets_the_order_of_charts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    [tracker] = open_here(tmp_path / "run", trackio_project="unit")
+    tracker.close(failed=False)
+    groups, _ = trackio.utils.order_metrics_by_plot_preference(list(OF_A_STEP))
+    assert groups == ["reward", "eval", "loss", "time", "batch"]
+
+
 def test_tensorboard_keeps_each_number_under_its_step(tmp_path: Path) -> None:
     [tracker] = open_here(tmp_path, tensorboard=True)
     tracker.log(1, {"reward/mean": 0.25})
@@ -198,3 +299,35 @@ def test_tensorboard_keeps_each_number_under_its_step(tmp_path: Path) -> None:
     assert histogram.step == 2 and histogram.histogram_value.num == 3
     assert not any("layer_" in name for name in events.Tags()["scalars"])
     assert "samples/train/1/text_summary" in events.Tags()["tensors"]
+
+
+def test_tensorboard_lays_out_the_first_charts_as_they_come(tmp_path: Path) -> None:
+    [tracker] = open_here(tmp_path, tensorboard=True)
+    tracker.log(0, {"eval/greedy_accuracy": 0.1})
+    tracker.log(1, OF_A_STEP)
+    tracker.log(2, OF_A_STEP)
+    tracker.close(failed=False)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    layouts = [
+        Layout.FromString(event.tensor_proto.string_val[0])
+        for event in events.Tensors("custom_scalars__config__")
+    ]
+    assert len(layouts) == 2, "it is written once for each set of charts"
+    shown = {
+        (category.title, chart.title): [
+            name
+            for name in events.Tags()["scalars"]
+            if any(re.match(tag, name) for tag in chart.multiline.tag)
+        ]
+        for category in layouts[-1].category
+        for chart in category.chart
+    }
+    assert list(shown.items()) == [
+        (("Learning", "reward"), ["reward/mean"]),
+        (
+            ("Learning", "right answers to held-out prompts"),
+            ["eval/greedy_accuracy", "eval/hard/greedy_accuracy"],
+        ),
+        (("Learning", "entropy, nats"), ["loss/entropy"]),
+        (("Speed", "seconds of a step"), ["time/rollout", "time/sync"]),
+    ]
