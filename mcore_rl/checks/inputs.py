@@ -378,8 +378,9 @@ def _find_file(option: str, path: str, place: RunPlace) -> Path | None:
 def _check_engine_package() -> None:
     if not _is_installed("sglang"):
         raise ValueError(
-            "the engines need SGLang, which `pip install mcore_rl` alone does not bring: on a GPU"
-            " machine pip install 'mcore_rl[gpu]', without a GPU make venv (docs/install.md)"
+            "the engines need SGLang, which is not installed: in the folder of the sources,"
+            " pip install -c requirements/gpu.txt '.[gpu]' on a GPU machine, make venv without a"
+            " GPU (docs/install.md)"
         )
 
 

@@ -124,7 +124,8 @@ def setup_device(tp: int = 1) -> None:
 def _prepare_transformer_engine() -> None:
     if not has_transformer_engine():
         raise ValueError(
-            "CUDA is present but transformer_engine is not: pip install 'mcore_rl[gpu]'"
+            "CUDA is present but transformer_engine is not: make te-wheel builds it for this torch"
+            " (docs/install.md)"
         )
     from mcore_rl.device.training_patches import use_adam_in_parts
 

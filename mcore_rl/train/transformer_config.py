@@ -112,7 +112,7 @@ def _refuse_missing_kernels(
     if variant == "gated_delta_net" and not gated_delta_net.HAVE_FLA:
         raise ValueError(
             f"{config['architectures'][0]} has gated delta nets, whose kernels megatron-core takes"
-            " from flash-linear-attention, which is not installed: pip install 'mcore_rl[gpu]'"
+            " from flash-linear-attention, which is not installed: pip install fla-core"
         )
     if options.get("is_hybrid_model") and (missing := find_missing_kernels()):
         raise ValueError(

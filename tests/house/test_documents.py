@@ -129,6 +129,13 @@ def test_lines_are_short(path: Path) -> None:
     assert not long, f"{path} has lines of more than {LINE_LEN} characters: {long}"
 
 
+def test_nobody_is_told_to_install_this_package_from_an_index() -> None:
+    """No index has it, so such a command fails, or installs what a stranger uploads by its name."""
+    paths = [path for path in (*tracked(".md"), *tracked(".py")) if path.parts[0] != "tests"]
+    told = re.compile(r"pip install\s[^\n`]*\bmcore[_-]rl\b")
+    assert not [path for path in paths if told.search(read(path))]
+
+
 def test_a_long_line_is_found() -> None:
     words = "word " * 30
     link = f"[link](https://example.org/{'x' * LINE_LEN})"

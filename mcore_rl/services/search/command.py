@@ -46,7 +46,7 @@ def _add_build(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         default=IndexOptions.shard_len,
         help="passages at a time; memory grows with it (%(default)s)",
     )
-    dense = build.add_argument_group("vectors besides words (pip install 'mcore_rl[search]')")
+    dense = build.add_argument_group("vectors besides words (pip install faiss-cpu)")
     dense.add_argument("--encoder", default="", help="HuggingFace model; without, words only")
     dense.add_argument("--pooling", default="mean", help="mean or cls (%(default)s)")
     dense.add_argument("--max-len", type=int, default=256, help="tokens of a text (%(default)s)")

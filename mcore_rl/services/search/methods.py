@@ -222,4 +222,4 @@ def build_dense(encoder: Encoder, texts: Sequence[str], folder: Path) -> None:
 def refuse_missing_faiss() -> None:
     """Raise ValueError, with the remedy, if faiss is not installed."""
     if importlib.util.find_spec("faiss") is None:
-        raise ValueError("dense vectors need faiss: pip install 'mcore_rl[search]'")
+        raise ValueError("dense vectors need faiss: pip install faiss-cpu")

@@ -89,4 +89,4 @@ def test_vectors_need_an_encoder_and_faiss(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     words = ["search", "build", "--corpus", str(corpus), "--out", f"{index}2", "--encoder", "m"]
     assert main(words) == 2
-    assert "pip install 'mcore_rl[search]'" in capsys.readouterr().err
+    assert "pip install faiss-cpu" in capsys.readouterr().err

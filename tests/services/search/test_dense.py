@@ -14,7 +14,7 @@ from mcore_rl.tasks.tiny_models import make_word_tokenizer
 from tests.services.search.corpora import random_texts, write_corpus
 
 needs_faiss = pytest.mark.skipif(
-    importlib.util.find_spec("faiss") is None, reason="faiss is an extra: mcore_rl[search]"
+    importlib.util.find_spec("faiss") is None, reason="faiss is an extra: search"
 )
 
 
