@@ -9,6 +9,7 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
+    hold_longest,
     is_field,
     list_differing,
     translate_renamed,
@@ -231,7 +232,8 @@ def translate_micro_batches(options: ForeignOptions) -> Found:
         if options.take(f"policy.{group}.enabled", default):
             source = f"policy.{group}.train_mb_tokens"
             tokens = options.take(source, number * longest)
-            yield RecipeLine(ours, tokens, (source, f"policy.{group}.enabled", *names))
+            sources = (source, f"policy.{group}.enabled", *names)
+            yield from hold_longest(ours, tokens, longest, sources)
             break
     else:
         yield RecipeLine(ours, number * longest, names)

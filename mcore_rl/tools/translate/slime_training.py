@@ -9,6 +9,7 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
+    hold_longest,
     list_differing,
     translate_muon,
     translate_renamed,
@@ -319,13 +320,12 @@ def _micro_batches(options: ForeignOptions) -> Found:
         # slime multiplies by the ranks that share a sequence, too.
         sources = ("--max-tokens-per-gpu", "--use-dynamic-batch-size", SIZES["cp"])
         held = tokens * options.take(SIZES["cp"], 1)
-        longest = _longest(options)
-        yield RecipeLine(name, max(held, longest), sources)
-        if held < longest:
-            advice = f"a micro-batch has to hold the longest sequence: {name} is {longest} for it"
-            yield Decision("--max-tokens-per-gpu", tokens, advice)
+        yield from hold_longest(name, held, _longest(options), sources)
         return
     number = options.take("--micro-batch-size", 1)
+    if longest := _longest(options):
+        yield RecipeLine(name, number * longest, ("--micro-batch-size",))
+        return
     advice = f"set {name}: sequences of a micro-batch, times the tokens of the longest"
     yield Decision("--micro-batch-size", number, advice)
 

@@ -124,6 +124,17 @@ def translate_renamed(options: ForeignOptions, table: Mapping[str, tuple[str, An
             yield RecipeLine(ours, value, (theirs,))
 
 
+def hold_longest(name: str, tokens: int, longest: int, sources: tuple[str, ...]) -> Found:
+    """Yield the option `name`, the tokens of a micro-batch, that holds the longest sequence.
+
+    tokens    what `sources` allow; the first of them is the one that is told if it is too few
+    """
+    yield RecipeLine(name, max(tokens, longest), sources)
+    if tokens < longest:
+        advice = f"a micro-batch has to hold the longest sequence: {name} is {longest} for it"
+        yield Decision(sources[0], tokens, advice)
+
+
 def translate_muon(
     options: ForeignOptions, name: str, ours: str, fields: Mapping[str, str]
 ) -> Found:

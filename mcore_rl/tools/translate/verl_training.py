@@ -11,6 +11,7 @@ from mcore_rl.tools.translate.translation import (
     ForeignOptions,
     Found,
     RecipeLine,
+    hold_longest,
     translate_muon,
 )
 
@@ -308,7 +309,7 @@ def _micro_batches(options: ForeignOptions) -> Found:
         source = f"{ACTOR}.ppo_max_token_len_per_gpu"
         # verl multiplies by the ranks that share a sequence, too.
         sources = (source, f"{ACTOR}.use_dynamic_bsz")
-        yield RecipeLine(name, options.take(source, 16384) * cp, sources)
+        yield from hold_longest(name, options.take(source, 16384) * cp, longest, sources)
     elif per_gpu := options.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0):
         yield RecipeLine(name, per_gpu * longest, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
     else:

@@ -3,8 +3,8 @@
 import pytest
 
 from mcore_rl.tools.translate.command import NAMES
-from mcore_rl.tools.translate.systems import SYSTEMS
-from tests.tools.translate.accounts import values
+from mcore_rl.tools.translate.systems import SYSTEMS, complete
+from tests.tools.translate.accounts import decided, values
 
 
 def test_the_command_names_all_systems() -> None:
@@ -23,3 +23,41 @@ def test_options_of_each_system_are_read_and_translated(name: str, arguments: li
     system = SYSTEMS[name]
     translation = system.translate(system.read(arguments))
     assert values(translation)["rollout.prompts_per_step"] == 48
+
+
+TOO_FEW = {
+    "verl": [
+        "data.max_prompt_length=1024",
+        "data.max_response_length=3072",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2000",
+    ],
+    "slime": [
+        *("--rollout-max-prompt-len", "1024", "--rollout-max-response-len", "3072"),
+        *("--use-dynamic-batch-size", "--max-tokens-per-gpu", "2000"),
+    ],
+    "nemo-rl": [
+        "policy.max_total_sequence_length=4096",
+        "policy.sequence_packing.enabled=true",
+        "policy.sequence_packing.train_mb_tokens=2000",
+    ],
+}
+"""A micro-batch that does not hold the longest sequence, which the others cut or leave alone."""
+
+
+@pytest.mark.parametrize("name", TOO_FEW)
+def test_a_micro_batch_holds_the_longest_sequence(name: str) -> None:
+    system = SYSTEMS[name]
+    translation = complete(system.translate(system.read(TOO_FEW[name])))
+    assert values(translation)["train.max_tokens_per_microbatch"] == 4096
+    source = next(word for word in TOO_FEW[name] if "tokens" in word or "max_token" in word)
+    [told] = [d for d in translation.decisions if d.source == source.partition("=")[0]]
+    assert told.value == 2000 and "has to hold the longest sequence" in told.advice
+
+
+def test_micro_batches_of_so_many_sequences_have_room_for_the_longest() -> None:
+    system = SYSTEMS["slime"]
+    given = ["--rollout-max-response-len", "3072", "--rollout-max-prompt-len", "1024"]
+    translation = system.translate(system.read([*given, "--micro-batch-size", "2"]))
+    assert values(translation)["train.max_tokens_per_microbatch"] == 8192
+    assert "--micro-batch-size" not in decided(translation)
