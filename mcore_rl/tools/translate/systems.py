@@ -25,26 +25,43 @@ from mcore_rl.tools.translate.verl import translate_verl
 WIDTH = 120
 
 
+ADAM = "train.optimizer.megatron"
 PLAIN_ADAM = {
     "use_precision_aware_optimizer": False,
     "exp_avg_dtype": "float32",
     "exp_avg_sq_dtype": "float32",
 }
 """Options of Megatron's optimizer that the files of recipes/cluster/ set, and their defaults."""
+SMALL_ADAM = {
+    "use_precision_aware_optimizer": True,
+    "exp_avg_dtype": "bfloat16",
+    "exp_avg_sq_dtype": "bfloat16",
+}
+"""What they set."""
+OFFLOAD = tuple(
+    f"{ADAM}.{name}="
+    for name in (
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "overlap_cpu_optimizer_d2h_h2d",
+        "use_torch_optimizer_for_cpu_offload",
+    )
+)
+"""How a refusal of an optimizer in host memory begins; the first is of the one that asks for it."""
 
 
 def complete(translation: Translation) -> Translation:
     """Return a translation that also says for which GPUs it is, and why a recipe refuses it.
 
     A file of recipes/cluster/ must not change how the other system trains, so what it would change
-    is written out.
+    is written out, except where that system has no room for its optimizer on the GPUs.
     """
-    group = "train.optimizer.megatron"
+    translation = _keep_optimizer_on_gpus(translation)
     keys = {line.key for line in translation.lines}
     kept = [
-        RecipeLine(f"{group}.{name}", value)
+        RecipeLine(f"{ADAM}.{name}", value)
         for name, value in PLAIN_ADAM.items()
-        if f"{group}.{name}" not in keys
+        if f"{ADAM}.{name}" not in keys
     ]
     advice = "hosts of eight H100 with 80 GiB each are assumed; `mcore-rl plan cluster=h200` plans"
     further = [Decision("kind of GPU", None, f"{advice} for others, which recipes/cluster/ has")]
@@ -55,6 +72,21 @@ def complete(translation: Translation) -> Translation:
         lines=(*translation.lines, *kept),
         decisions=(*further, *translation.decisions),
     )
+
+
+def _keep_optimizer_on_gpus(translation: Translation) -> Translation:
+    """Return a translation with moments in bfloat16 if the optimizer was to lie in host memory."""
+    told = [item for item in translation.decisions if item.advice.startswith(OFFLOAD)]
+    asked = [item.source for item in told if item.advice.startswith(f"{OFFLOAD[0]}true")]
+    if not asked:
+        return translation
+    advice = f"the optimizer stays on the GPUs, with moments in bfloat16 ({ADAM}), for it to fit"
+    own = {f"{ADAM}.{name}": value for name, value in SMALL_ADAM.items()}
+    sources = [*asked, *(s for line in translation.lines if line.key in own for s in line.sources)]
+    small = [RecipeLine(key, value, tuple(sources)) for key, value in own.items()]
+    others = [line for line in translation.lines if line.key not in own]
+    decisions = [replace(d, advice=advice) if d in told else d for d in translation.decisions]
+    return replace(translation, lines=(*others, *small), decisions=tuple(decisions))
 
 
 def _choose_cluster(lines: Sequence[RecipeLine]) -> str:

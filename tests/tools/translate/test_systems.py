@@ -61,3 +61,38 @@ def test_micro_batches_of_so_many_sequences_have_room_for_the_longest() -> None:
     translation = system.translate(system.read([*given, "--micro-batch-size", "2"]))
     assert values(translation)["train.max_tokens_per_microbatch"] == 8192
     assert "--micro-batch-size" not in decided(translation)
+
+
+OFFLOADED = {
+    "verl": [
+        "actor_rollout_ref.actor.strategy=megatron",
+        "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
+        "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1",
+    ],
+    "slime": ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"],
+    "nemo-rl": [
+        "policy.megatron_cfg.enabled=true",
+        "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",
+        "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_an_optimizer_that_was_in_host_memory_takes_less_on_the_gpu(name: str) -> None:
+    system = SYSTEMS[name]
+    translation = complete(system.translate(system.read(OFFLOADED[name])))
+    found = values(translation)
+    group = "train.optimizer.megatron"
+    assert found[f"{group}.use_precision_aware_optimizer"] is True
+    assert found[f"{group}.exp_avg_dtype"] == found[f"{group}.exp_avg_sq_dtype"] == "bfloat16"
+    names = [w.partition("=")[0].lstrip("+") for w in OFFLOADED[name] if "offload" in w]
+    told = {d.source: d.advice for d in translation.decisions}
+    assert all("moments in bfloat16" in told[option] for option in names)
+    assert "a recipe refuses" not in str(told)
+
+
+def test_moments_stay_in_float32_where_nobody_asked_for_host_memory() -> None:
+    system = SYSTEMS["slime"]
+    found = values(complete(system.translate(system.read(["--lr", "1e-6"]))))
+    assert found["train.optimizer.megatron.exp_avg_dtype"] == "float32"
