@@ -29,6 +29,7 @@ CPU_ARGUMENTS = {
     "--attention-backend": "torch_native",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "none",
+    "--lora-backend": "torch_native",
     "--mem-fraction-static": "0.8",
 }
 """--max-total-tokens decides the size of the KV cache. The memory fraction only has to leave room

@@ -185,6 +185,35 @@ def check_kernels_cannot_be_launched():
     assert not hasattr(torch.ops.sgl_kernel, "convert_weight_packed")
 
 
+def check_keep_adapters_in_plain_memory():
+    from sglang.srt.lora.backend.torch_backend import TorchNativeLoRABackend
+    from sglang_on_cpu.adapters import keep_adapters_in_plain_memory
+
+    device = torch.device("cpu")
+    kinds = {"is_idle": False, "is_decode": False, "is_target_verify": False, "is_extend": True}
+    mode = SimpleNamespace(**{name: lambda value=value: value for name, value in kinds.items()})
+    lens_N = torch.tensor([3, 2], dtype=torch.int32)
+    batch = SimpleNamespace(forward_mode=mode, batch_size=2, extend_seq_lens=lens_N)
+
+    def prepare() -> TorchNativeLoRABackend:
+        backend = TorchNativeLoRABackend(2, device)
+        backend.prepare_lora_batch(batch, [0, 1], [0, 1], [0.0, 0.5], use_cuda_graph=False)
+        return backend
+
+    with fails_without("keep_adapters_in_plain_memory", RuntimeError):
+        prepare()
+    keep_adapters_in_plain_memory()
+    backend = prepare()
+    first, second = torch.randn(2, 1, 4), torch.randn(2, 6, 1)
+    x_TI = torch.randn(5, 4)
+    offsets = torch.tensor([0, 6])
+    thin = backend.run_lora_a_sgemm(x_TI, first)
+    added = backend.run_lora_b_sgemm(thin, second, offsets, torch.zeros(5, 6))
+    assert not added[:3].any()
+    expected = 0.5 * x_TI[3:] @ first[1].T @ second[1].T
+    assert torch.allclose(added[3:], expected, atol=1e-6)
+
+
 def check_keep_routed_experts_in_plain_memory():
     from sglang.srt.mem_cache.pool_host import common
     from sglang_on_cpu.experts import keep_routed_experts_in_plain_memory

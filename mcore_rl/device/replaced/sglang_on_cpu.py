@@ -221,6 +221,18 @@ PATCHES: tuple[Patch, ...] = (
         "registered memory",
     ),
     _patch(
+        "adapters",
+        "keep_adapters_in_plain_memory",
+        (
+            f"{_SRT}.lora.layers.torch",
+            f"{_SRT}.lora.backend.torch_backend.torch",
+            "torch.Tensor.pin_memory",
+        ),
+        "pinned memory of served adapters by plain memory",
+        "torch pins nothing without an accelerator",
+        "pinned memory",
+    ),
+    _patch(
         "sampling",
         "allow_seeded_sampling",
         (f"{_SRT}.batch_invariant_ops.enable_batch_invariant_mode",),

@@ -9,6 +9,7 @@ without it.
 from collections.abc import Callable
 from functools import cache
 
+from sglang_on_cpu.adapters import keep_adapters_in_plain_memory
 from sglang_on_cpu.attention import (
     absorb_latents,
     admit_torch_native,
@@ -60,6 +61,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     wait_for_requests,
     group_experts,
     keep_routed_experts_in_plain_memory,
+    keep_adapters_in_plain_memory,
     allow_seeded_sampling,
     sample_in_one_pass,
     run_in_compiled_code,
