@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from mcore_rl.cluster.adapter_slots import make_adapter_slots
 from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.engines import EngineGroup
@@ -51,6 +52,7 @@ from mcore_rl.planning.recipe_models import make_critic_training
 from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.rollout.adapters import AdapterSlots
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
@@ -150,6 +152,9 @@ class RunProcesses:
         """
         config = self._config
         assert self._engines is not None
+        adapters = None
+        if self._trainer is not None:
+            adapters = make_adapter_slots(config.train.lora, self._policy)
         specs = [
             engine_spec(
                 config.model,
@@ -160,6 +165,7 @@ class RunProcesses:
                 self.keys,
                 seed=config.run.seed,
                 can_release_memory=config.cluster.colocated,
+                adapters=adapters,
             )
             for i in range(config.rollout.engines)
         ]
@@ -381,11 +387,13 @@ def engine_spec(
     *,
     seed: int,
     can_release_memory: bool = False,
+    adapters: AdapterSlots | None = None,
 ) -> EngineSpec:
     """Return the spec of the policy's engines, which start with weights of version 0.
 
     seed                 run.seed
     can_release_memory   engines are on the trainer ranks' GPUs
+    adapters             that engines serve beside the policy's weights
 
     Engines of random, quantized or INT4 models start with dummy weights; the first weight sync
     brings the real weights, in bfloat16 from ranks that read INT4.
@@ -415,6 +423,7 @@ def engine_spec(
         custom_weight_loaders=(LOADER,),
         keys=keys,
         can_release_memory=can_release_memory,
+        adapters=adapters,
         seed=seed,
         compiled=rollout.compiled,
         share_prompts=rollout.share_prompts,

@@ -193,9 +193,13 @@ class LoraConfig(Options):
     path: str = ""
     """Folder of an adapter in PEFT's format to start from, of this rank, alpha and targets; empty:
     A is random and B is 0."""
-    sync: Literal["auto", "factors", "merged"] = "auto"
+    sync: Literal["auto", "factors", "merged", "adapter"] = "auto"
     """Tensors that travel to engines. factors: A and B, which engines merge into weights that they
-    keep; merged: all weights, as without factors; auto: factors with rollout.stage_weights=true."""
+    keep; merged: all weights, as without factors; adapter: A and B, which engines serve beside the
+    weights below them; auto: factors with rollout.stage_weights=true."""
+    name: str = "policy"
+    """Name by which requests to engines choose the adapter, with sync=adapter; requests that name
+    none get it, too."""
     engine_base: Literal["host", "gpu"] = "host"
     """Where engines keep the weights that they merge factors into."""
 

@@ -5,6 +5,7 @@ default. Only what is surely unread is listed. What depends on the chosen advant
 refused by checks/algorithm.py, what depends on the model's sizes by checks/sizes.py.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -419,9 +420,13 @@ def find_unread_beside_lora(
     yield Unread(_FROZEN, context, remedy)
     for group in _list_groups(optimizers):
         yield Unread((f"{group}.vision_lr",), context, remedy)
-    if train.lora.sync == "merged":
+    sync = train.lora.sync
+    if sync in ("merged", "adapter"):
         remedy = "set train.lora.sync=factors"
-        yield Unread(("train.lora.engine_base",), "train.lora.sync=merged", remedy)
+        yield Unread(("train.lora.engine_base",), f"train.lora.sync={sync}", remedy)
+    if sync != "adapter":
+        remedy = "set train.lora.sync=adapter"
+        yield Unread(("train.lora.name",), f"train.lora.sync={sync}", remedy)
 
 
 def check_lora(
@@ -437,6 +442,8 @@ def check_lora(
             " a second copy of their weights, which they don't have; set train.lora.sync=merged,"
             " or rollout.stage_weights=true where engines have GPUs of their own"
         )
+    if train.lora.sync == "adapter":
+        _check_served_adapter(train.lora.name, rollout)
     for group in _list_groups(optimizers):
         if optimizers[group].name == "muon":
             raise ValueError(
@@ -455,6 +462,37 @@ def check_lora(
             " gradients outside of autograd, which it watches; set"
             " train.ddp.overlap_grad_reduce=false"
         )
+
+
+def _check_served_adapter(name: str, rollout: RolloutConfig) -> None:
+    """Raise ValueError if engines of these options cannot serve an adapter by this name."""
+    where = "train.lora.sync=adapter with"
+    if not rollout.stage_weights:
+        raise ValueError(
+            f"{where} rollout.stage_weights=false: engines that give up their weights between"
+            " rollouts serve no adapter beside them; set train.lora.sync=merged, or"
+            " rollout.stage_weights=true where engines have GPUs of their own"
+        )
+    if not _ADAPTER_NAME.fullmatch(name) or name == "base":
+        raise ValueError(
+            f"train.lora.name={name!r}: give letters, digits, '-' and '_', and not 'base', which"
+            " names the weights without an adapter"
+        )
+    for option, most in (("pp", 1), ("attention_dp", 1)):
+        value = getattr(rollout, option)
+        if value > most:
+            raise ValueError(
+                f"{where} rollout.{option}={value}: engines load adapters with {option}={most}"
+                f" alone; set rollout.{option}={most}, or train.lora.sync=factors"
+            )
+    if rollout.quantization != "none":
+        raise ValueError(
+            f"{where} rollout.quantization={rollout.quantization}: factors are not served beside"
+            " quantized weights; set rollout.quantization=none, or train.lora.sync=factors"
+        )
+
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def _list_groups(optimizers: Mapping[str, OptimizerConfig]) -> list[str]:

@@ -15,9 +15,9 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.lora.facts import sends_factors
+from mcore_rl.weights.lora.facts import sends_factors, serves_adapter
 from mcore_rl.weights.lora.targets import is_adapted, list_linears, list_matrices
-from mcore_rl.weights.models import family_of
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
 GIB = 2**30
@@ -129,8 +129,15 @@ def list_adapted(run: PlannedRun) -> frozenset[str]:
 
 
 def explain_engines(run: PlannedRun) -> str:
-    """Return a sentence about what engines keep to merge factors; "" if they get all weights."""
+    """Return a sentence about what engines keep for factors; "" if they get all weights."""
     lora = run.train.lora
+    if serves_adapter(lora):
+        shapes = hf_tensor_shapes(run.models.policy.config)
+        numel = lora.rank * sum(sum(shapes[name]) for name in list_adapted(run))
+        return (
+            "Engines serve factors as an adapter (train.lora.sync). Each sync after the first one"
+            f" brings {numel * itemsize(run.dtype) / 2**20:.1f} MiB to each engine rank."
+        )
     if not sends_factors(lora, run.rollout.stage_weights):
         return ""
     names = list_adapted(run)

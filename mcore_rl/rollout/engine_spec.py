@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 
 from mcore_rl.process.network import is_loopback
 from mcore_rl.process.server_keys import ServerKeys
+from mcore_rl.rollout.adapters import AdapterSlots
 
 UNCOMPILED = "--uncompiled"
 """Argument of mcore_rl.rollout.server; see EngineSpec.compiled."""
 SHARE_PROMPTS = "--share-prompts"
 SHARE_PROMPTS_ON_CPU = "--share-prompts-on-cpu"
 """Arguments of mcore_rl.rollout.server; see EngineSpec.share_prompts."""
+ADAPTERS = "--adapters"
+"""Argument of mcore_rl.rollout.server, before names joined by "," and AdapterSlots.set_up."""
 STATES_PER_REQUEST = 5
 """States of its linear attention that SGLang may keep for a request: its own, two in the cache of
 prefixes, and two copies while steps overlap. Fewer, and SGLang runs fewer requests at once."""
@@ -44,6 +47,7 @@ class EngineSpec:
     share_prompts          compute a prompt once for all samples of it that come at a time, by a
                            rule that replaces SGLang's (rollout/scheduler_setup.py); None: if
                            the engine has no GPU
+    adapters               those that it serves beside the weights; None: none
     batch_timeout_s        a server whose batch takes longer ends itself; SGLang looks at every half
                            of it
     extra_args             further SGLang command-line arguments
@@ -77,6 +81,7 @@ class EngineSpec:
     can_release_memory: bool = False
     compiled: bool = True
     share_prompts: bool | None = False
+    adapters: AdapterSlots | None = None
     batch_timeout_s: float = 300.0
     extra_args: tuple[str, ...] = ()
 
@@ -123,6 +128,9 @@ class EngineSpec:
             options |= {"--nnodes": self.num_nodes, "--node-rank": self.node_rank}
             options |= {"--dist-init-addr": self.dist_init_addr}
         arguments = [str(part) for item in options.items() for part in item]
+        if self.adapters is not None:
+            own = ",".join(self.adapters.names), self.adapters.set_up
+            arguments = [ADAPTERS, *own, *arguments]
         if self.share_prompts is not False:
             flag = SHARE_PROMPTS if self.share_prompts else SHARE_PROMPTS_ON_CPU
             arguments = [flag, *arguments]
@@ -151,6 +159,8 @@ class EngineSpec:
             flags.append("--enable-return-routed-experts")
         if self.indexer_topk:
             flags.append("--enable-return-indexer-topk")
+        if self.adapters is not None:
+            flags += self.adapters.list_flags()
         if self.custom_weight_loaders:
             flags += ["--custom-weight-loader", *self.custom_weight_loaders]
         return flags

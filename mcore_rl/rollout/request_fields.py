@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.rollout.adapters import BASE
 from mcore_rl.types.samples import MOST_STOP_LEN, MOST_STOPS
 
 _SHOWN = 64
@@ -60,6 +61,14 @@ def limit_text(most_len: int) -> Check:
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str) and len(each) <= most_len for each in values):
             raise FieldError(f"{name}={show(value)}: a text of at most {most_len} characters")
+
+    return check
+
+
+def limit_names(known: tuple[str, ...]) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value not in known:
+            raise FieldError(f"{name}={show(value)}: one of {', '.join(known)}")
 
     return check
 
@@ -193,10 +202,12 @@ class ModelBounds:
 
     vocab_size    token ids lie in [0, vocab_size)
     context_len   tokens of prompt and response together
+    adapters      names of the adapters that the server serves beside the model's weights
     """
 
     vocab_size: int
     context_len: int
+    adapters: tuple[str, ...] = ()
 
 
 NATIVE_PATHS = frozenset({"/generate", "/encode", "/classify"})
@@ -279,10 +290,10 @@ def _check_field(checks: Mapping[str, Check], name: str, value: Any, may_be_batc
     """Raise FieldError for a field that is refused or out of bounds."""
     if value is None:
         return
-    remedy = REFUSED.get(name)
+    check = checks.get(name)
+    remedy = REFUSED.get(name) if check is None else None
     if remedy is not None and not _is_off(value):
         raise FieldError(f"{name}={show(value)} is not allowed: {remedy}")
-    check = checks.get(name)
     if check is None:
         return
     is_batch = may_be_batch and isinstance(value, list) and name not in _ID_FIELDS
@@ -372,4 +383,5 @@ def _checks(model: ModelBounds) -> dict[str, Check]:
         **dict.fromkeys(_FLAGS, check_flag),
         **dict.fromkeys(_NAMED, limit_text(MOST_NAME_LEN)),
         **dict.fromkeys(GRAMMARS, limit_text(MOST_GRAMMAR_LEN)),
+        **({"lora_path": limit_names((*model.adapters, BASE))} if model.adapters else {}),
     }

@@ -1,9 +1,9 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
 Run as `python -P -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3]
-[--uncompiled] [--share-prompts | --share-prompts-on-cpu] <sglang arguments>`. All processes of the
-server die with the process that started it. Without CUDA, import stand-ins replace SGLang's
-CUDA-only dependencies, and SGLang is set up for the CPU.
+[--uncompiled] [--share-prompts | --share-prompts-on-cpu] [--adapters <names> <set-up>] <sglang
+arguments>`. All processes of the server die with the process that started it. Without CUDA, import
+stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
 
 import json
@@ -22,7 +22,13 @@ from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.rollout import image_request, mamba_decay
-from mcore_rl.rollout.engine_spec import SHARE_PROMPTS, SHARE_PROMPTS_ON_CPU, UNCOMPILED
+from mcore_rl.rollout.adapters import serve_by_name
+from mcore_rl.rollout.engine_spec import (
+    ADAPTERS,
+    SHARE_PROMPTS,
+    SHARE_PROMPTS_ON_CPU,
+    UNCOMPILED,
+)
 from mcore_rl.rollout.image_outputs import choose_output
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
@@ -83,6 +89,8 @@ def serve(arguments: list[str]) -> None:
     arguments = arguments if compiled else arguments[1:]
     sharing = arguments[:1] if arguments[:1] in ([SHARE_PROMPTS], [SHARE_PROMPTS_ON_CPU]) else []
     arguments = arguments[len(sharing) :]
+    adapters = arguments[1:3] if arguments[:1] == [ADAPTERS] else []
+    arguments = arguments[3:] if adapters else arguments
     tie_forks_to_parents()
     keep_output_lasting()
     rotate_output()
@@ -107,7 +115,11 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
-    set_schedulers_up(list_set_ups(server_args, shares))
+    set_ups = list_set_ups(server_args, shares)
+    if adapters:
+        serve_by_name(adapters[0].split(","))
+        set_ups.append(find_function(adapters[1]))
+    set_schedulers_up(set_ups)
     limit_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
@@ -115,6 +127,12 @@ def serve(arguments: list[str]) -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def find_function(path: str) -> SetUp:
+    """Return the function at an import path."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
@@ -229,8 +247,10 @@ def find_served_bounds() -> ModelBounds:
     """Return what the served model allows, once SGLang has read it."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
-    config: Any = get_global_state().tokenizer_manager.model_config
-    return ModelBounds(int(config.vocab_size), int(config.context_len))
+    manager = get_global_state().tokenizer_manager
+    config: Any = manager.model_config
+    names = tuple(manager.lora_registry.get_all_adapters())
+    return ModelBounds(int(config.vocab_size), int(config.context_len), names)
 
 
 def limit_fields(server_args: Any) -> None:

@@ -196,7 +196,7 @@ class Actor(TrainedModel):
 
     def _reference_weights(self) -> AbstractContextManager[None]:
         if self._adapter is not None:
-            return self._adapter.without()
+            return self.without_adapter()
         if self._reference is None:
             raise ValueError("no reference policy was kept: call snapshot_reference() first")
         return self._reference.swap_in(local_tensors(self.chunks))

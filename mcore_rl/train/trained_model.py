@@ -202,6 +202,10 @@ class TrainedModel:
         """Return the same of low-rank factors and of the weights below them; {} without factors."""
         return {} if self._adapter is None else self._adapter.layouts()
 
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Return a block within which the weights are those below low-rank factors, if any."""
+        return nullcontext() if self._adapter is None else self._adapter.without()
+
     def hold(self, parts: Collection[str]) -> None:
         """Keep exactly these parts in device memory; see train/offload.py.
 

@@ -155,6 +155,11 @@ class EngineConnection:
         return self._executor.plan
 
     @property
+    def received_version(self) -> int | None:
+        """The version received last; None without one."""
+        return None if self._sent is None else self._sent.version
+
+    @property
     def make_transport(self) -> MakeTransport:
         return self._executor.make_transport
 

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from mcore_rl.device.gpu_memory import common_device
 from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.adapter.engine import EngineAdapter
+from mcore_rl.weight_sync.adapter.served import ServedAdapters
+from mcore_rl.weight_sync.adapter.serving import SERVER, Install
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.full_trace import FullTrace
@@ -44,8 +46,12 @@ def _fill_no_padding() -> None: ...
 class WeightReceiver:
     """Executes commands in one engine rank; the command `connect` replaces the rank's link."""
 
-    def __init__(self, make_transport: MakeTransport = select_transport) -> None:
+    def __init__(
+        self, make_transport: MakeTransport = select_transport, install: Install = SERVER.install
+    ) -> None:
+        """`install` has this rank's engine serve a version of an adapter."""
         self._make_transport = make_transport
+        self._install_adapter = install
         self._connection: EngineConnection | None = None
         self._link: Link | None = None
         self._store: LinkStore | None = None
@@ -54,6 +60,9 @@ class WeightReceiver:
         self._padded: frozenset[str] = frozenset()
         self._shards: Sequence[Shard] = ()
         """Those of the parameters, as traced last."""
+        self._hf_tensors: HfTensors = {}
+        """What the trainer ranks send."""
+        self._served: ServedAdapters | None = None
         self._full_trace: FullTrace | None = None
         """Traces what the link's own trace left out; it begins after the first swap."""
 
@@ -118,6 +127,7 @@ class WeightReceiver:
             self._fill_padding = traced.fill_padding
             self._padded = traced.padded
             self._shards = traced.shards
+            self._hf_tensors = hf_tensors
             return traced.shards
 
         executor = PlanExecutor.meet(end, trace, self._make_transport)
@@ -128,7 +138,9 @@ class WeightReceiver:
         if self._staging is not None:
             self._staging.finish(tensors, self._padded)
             adapter = EngineAdapter(self._connection, self._shards, tensors)
-            start_background_stager(self._connection, self._staging, adapter)
+            shapes = {name: shape for name, (shape, _) in self._hf_tensors.items()}
+            self._served = ServedAdapters(self._connection, shapes, self._install_adapter)
+            start_background_stager(self._connection, self._staging, adapter, self._served)
         return self._connection.make_report()
 
     def _move(self, command: Command, tensors: Mapping[str, Tensor]) -> Report:
@@ -141,7 +153,10 @@ class WeightReceiver:
             )
         assert version is not None, f"{command.action} needs a version"
         if command.action == "swap":
-            self._swap(self._connection, version, tensors, verify=command.verify)
+            if command.weights:
+                self._swap(self._connection, version, tensors, verify=command.verify)
+            if command.adapter:
+                self._install(self._connection, command, version, tensors)
             return Report(self._connection.end.name, self._connection.digest)
         assert not link.staged, (
             f"version {version}: a staged link receives by stage requests, not by commands"
@@ -152,6 +167,19 @@ class WeightReceiver:
         if command.verify:
             self._connection.check_destination(version, tensors)
         return report
+
+    def _install(
+        self,
+        connection: EngineConnection,
+        command: Command,
+        version: int,
+        tensors: Mapping[str, Tensor],
+    ) -> None:
+        """Install a staged version of an adapter; verify it, and the weights, if asked."""
+        assert self._served is not None, f"version {version} of an adapter over an unstaged link"
+        self._served.install(command.adapter, version, verify=command.verify)
+        if command.verify and not command.weights and connection.received_version is not None:
+            connection.check_destination(connection.received_version, tensors)
 
     def _swap(
         self,
@@ -203,7 +231,7 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         _connect_in_thread(command, receiver_rank, load_weights, tensors)
         return
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
-    if command.action != "connect" and report.error is None:
+    if command.action != "connect" and command.weights and report.error is None:
         post_load_weights(model)
         renew_derived(model)
         forget_image_embeddings()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -45,11 +46,14 @@ class WeightSender:
         rank: int,
         make_transport: MakeTransport = select_transport,
         adapter: Mapping[Content, Held] | None = None,
+        unadapted: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`shards` describes `tensors`, the rank's parameters, which each send reads anew.
 
-        adapter   the same of low-rank factors ("factors"), and of the weights below them ("base")
+        adapter     the same of low-rank factors ("factors"), and of the weights below them ("base")
+        unadapted   opens a block in which `tensors` are the weights below the factors
         """
+        self._unadapted = unadapted
         self._held: dict[Content, Held] = {"weights": (shards, tensors), **(adapter or {})}
         self._rank = rank
         self._make_transport = make_transport
@@ -152,6 +156,13 @@ class WeightSender:
         engine again. Raises ValueError if an engine is not connected.
         """
         self._refuse_unknown(engines)
+        links = [self._executors[engine].end.link for engine in engines]
+        if any(link.unadapted and link.content == "weights" for link in links):
+            with self._unadapted():
+                return self._send(version, engines, timeout_s)
+        return self._send(version, engines, timeout_s)
+
+    def _send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         if len(engines) == 1:
             return {engines[0]: self._send_to(engines[0], version, timeout_s)}
         with open_pool(self._device, max(1, len(engines)), "weights") as pool:

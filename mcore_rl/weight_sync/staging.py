@@ -18,6 +18,7 @@ from torch import Tensor
 from mcore_rl.device import synchronize
 from mcore_rl.device.threads import start_thread
 from mcore_rl.weight_sync.adapter.engine import EngineAdapter
+from mcore_rl.weight_sync.adapter.served import ServedAdapters
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor, VerifiedBuckets
 from mcore_rl.weight_sync.link_store import LinkStore, publish_report, report_outcome
@@ -129,11 +130,17 @@ _log = logging.getLogger(__name__)
 
 
 def start_background_stager(
-    connection: EngineConnection, staging: Staging, adapter: EngineAdapter
+    connection: EngineConnection,
+    staging: Staging,
+    adapter: EngineAdapter,
+    served: ServedAdapters,
 ) -> None:
-    """Serve the link's stage requests in a thread until the controller drops the link."""
+    """Serve the link's stage requests in a thread until the controller drops the link.
+
+    `adapter` merges factors into weights; `served` are those that the engine serves beside them.
+    """
     store = LinkStore.open(connection.end.link)
-    stager = _BackgroundStager(store, connection, staging, adapter)
+    stager = _BackgroundStager(store, connection, staging, adapter, served)
     start_thread(connection.end.device, stager.run, name="weights")
 
 
@@ -144,12 +151,14 @@ class _BackgroundStager:
         connection: EngineConnection,
         staging: Staging,
         adapter: EngineAdapter,
+        served: ServedAdapters,
     ) -> None:
         self._store = store
         self._connection = connection
         self._link = connection.end.link
         self._staging = staging
         self._adapter = adapter
+        self._served = served
         self._receiving: PlanExecutor | None = None
         """Receives from a relay; kept for the next version."""
         self._forwarding: PlanExecutor | None = None
@@ -171,10 +180,13 @@ class _BackgroundStager:
             if not publish_report(self._store, "receive", end.rank, report) or is_broken:
                 break
         self._adapter.close()
+        self._served.close()
         self._close_receiving()
         self._close_forwarding()
 
     def _stage(self, request: StageRequest) -> Report:
+        if request.adapter is not None and request.adapter.name:
+            return self._served.stage(request.version, request.adapter)
         self._staging.version = None
         if request.adapter is not None:
             return self._stage_factors(request.version, request.adapter)

@@ -62,6 +62,8 @@ class Link:
     """
     content: Content = "weights"
     """Kind of the tensors that travel over the link."""
+    unadapted: bool = False
+    """Whether trainer ranks send the weights below their factors in the place of merged ones."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -136,6 +138,9 @@ class Command:
     """A command to all ranks of an engine, sent through SGLang.
 
     It is to join a link, receive a version into the parameters, or swap in a staged version.
+
+    adapter   name of the adapter whose staged version is installed; empty: none is
+    weights   whether staged weights are swapped in
     """
 
     link: Link
@@ -143,6 +148,8 @@ class Command:
     version: int | None = None
     verify: bool = False
     """Read the version back from the parameters and compare it with the senders' checksums."""
+    adapter: str = ""
+    weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,8 @@ class StageRequest:
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """A request to merge low-rank factors into the weights below them.
+    """A request to merge low-rank factors into the weights below them, or to serve them as an
+    adapter.
 
     stamp          of the factors that the engine takes
     base_link      the link that brings the weights below the factors; both links are opened, and
@@ -168,6 +176,7 @@ class AdapterRequest:
     factors_link   None: the one that is open
     on_gpu         keep the weights below the factors where the parameters are, not on the host
     verify         compare the product with the trainer ranks' checksums, which they publish
+    name           of the adapter that the factors are a version of; empty: they are merged
     """
 
     stamp: AdapterStamp
@@ -175,6 +184,7 @@ class AdapterRequest:
     factors_link: Link | None = None
     on_gpu: bool = False
     verify: bool = False
+    name: str = ""
 
 
 def encode_stage_request(request: StageRequest) -> bytes:
@@ -200,6 +210,7 @@ def _decode_adapter(fields: dict | None) -> AdapterRequest | None:
         _decode_link(fields["factors_link"]),
         fields["on_gpu"],
         fields["verify"],
+        fields["name"],
     )
 
 
@@ -214,7 +225,7 @@ def encode_command(command: Command) -> Tensor:
 
 def decode_command(tensor_u8: Tensor) -> Command:
     fields = json.loads(bytes(tensor_u8.tolist()))
-    return Command(Link(**fields["link"]), fields["action"], fields["version"], fields["verify"])
+    return Command(**{**fields, "link": Link(**fields["link"])})
 
 
 def encode_report(report: Report) -> bytes:

@@ -252,7 +252,10 @@ class TrainerWorker(ModelWorker):
 
             shards, tensors = self._model.served_layout()
             adapter = self._model.adapter_layouts()
-            self._sender = WeightSender(shards, tensors, self._rank, adapter=adapter)
+            without = self._model.without_adapter
+            self._sender = WeightSender(
+                shards, tensors, self._rank, adapter=adapter, unadapted=without
+            )
         return self._sender.describe(content)
 
     def plan_links(self, offers: Sequence[tuple[Link, bytes]]) -> list[bytes]:

@@ -8,6 +8,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 
 ON = {"train.lora.rank": 8}
+SERVED = ON | {"train.lora.sync": "adapter"}
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,23 @@ ON = {"train.lora.rank": 8}
         (ON | {"sft.optimizer.vision_lr": 1e-4}, "sft.optimizer.vision_lr=0.0001 with"),
         (ON | {"train.optimizer.name": "muon"}, "train.optimizer.name=muon with train.lora.rank=8"),
         (ON | {"dpo.optimizer.name": "muon"}, "dpo.optimizer.name=muon with train.lora.rank=8"),
+        (ON | {"train.lora.name": "a"}, "train.lora.name=a with train.lora.sync=auto"),
+        (SERVED | {"train.lora.name": "base"}, "train.lora.name='base': give letters"),
+        (SERVED | {"train.lora.name": "a,b"}, "train.lora.name='a,b': give letters"),
+        (
+            SERVED | {"train.lora.engine_base": "gpu"},
+            "engine_base=gpu with train.lora.sync=adapter",
+        ),
+        (SERVED | {"rollout.stage_weights": False}, "rollout.stage_weights=false: engines that"),
+        (SERVED | {"rollout.pp": 2}, "train.lora.sync=adapter with rollout.pp=2"),
+        (
+            SERVED | {"rollout.quantization": "fp8", "model.dtype": "bfloat16"},
+            "train.lora.sync=adapter with rollout.quantization=fp8",
+        ),
+        (
+            SERVED | {"rollout.tp": 2, "rollout.attention_dp": 2},
+            "train.lora.sync=adapter with rollout.attention_dp=2",
+        ),
         (
             ON | {"train.megatron": {"gradient_accumulation_fusion": True}},
             "train.megatron.gradient_accumulation_fusion=true with train.lora.rank=8",

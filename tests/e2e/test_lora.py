@@ -79,6 +79,28 @@ def test_engines_merge_factors_themselves(start: Callable[..., Run]) -> None:
     assert all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
 
 
+SERVED = (
+    *STAGED[:-1],
+    "train.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
+    "train.lora.sync=adapter",
+    "run.steps=2",
+)
+
+
+@pytest.mark.slow
+def test_engines_serve_factors_as_an_adapter(start: Callable[..., Run]) -> None:
+    run = start("train", *SERVED)
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    lines = run.metrics()
+    sizes = [line["sync/mib"] for line in lines if "sync/mib" in line]
+    whole = sum(file.stat().st_size for file in (run.run_dir / "hf").glob("*.safetensors")) / 2**20
+    assert sizes and len({*sizes}) == 1 and 10 * sizes[0] < whole, (sizes, whole)
+    assert all(line["sync/engines_verified"] == 1 for line in lines if "sync/mib" in line)
+    steps = [line for line in lines if "loss/total" in line]
+    assert len(steps) == 2 and all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+
+
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}

@@ -3,7 +3,9 @@
 Each rank holds merged weights, the weights below the factors, and whole factors, as in train/lora.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +80,8 @@ class AdaptedTrainers(ThreadTrainers):
             shards, tensors = cut(make_tensors(0, sizes), rank, num_ranks, names)
             adapter = self._make_adapter(shards, tensors, names)
             self.held.append({"weights": (shards, tensors), **adapter})
-            sender = WeightSender(shards, tensors, rank, make_faulty(faults), adapter)
+            unadapted = partial(self._show_base, rank)
+            sender = WeightSender(shards, tensors, rank, make_faulty(faults), adapter, unadapted)
             self._senders.append(sender)
 
     def _make_adapter(
@@ -96,6 +99,16 @@ class AdaptedTrainers(ThreadTrainers):
             both = f"{name}.A", f"{name}.B"
             places += make_whole_factors(name, adapted[name], RANK, both, dtype)
         return {"base": (own, base), "factors": (places, factors)}
+
+    @contextmanager
+    def _show_base(self, rank: int) -> Iterator[None]:
+        weights, (places, bases) = self.held[rank]["weights"][1], self.held[rank]["base"]
+        merged = {name: tensor.clone() for name, tensor in weights.items()}
+        for shard in places:
+            shard.view(weights).copy_(shard.view(bases))
+        yield
+        for name, tensor in merged.items():
+            weights[name].copy_(tensor)
 
     def load(self, version: int) -> None:
         """Give the trainer ranks the factors of `version`, and merge them."""

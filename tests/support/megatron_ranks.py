@@ -107,7 +107,8 @@ class _MegatronRank:
         )
         self._loss = make_policy_loss(config.algorithm)
         layouts = self._actor.weight_layout(), self._actor.adapter_layouts()
-        self._sender = WeightSender(*layouts[0], self._rank, adapter=layouts[1])
+        without = self._actor.without_adapter
+        self._sender = WeightSender(*layouts[0], self._rank, adapter=layouts[1], unadapted=without)
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions

@@ -10,6 +10,7 @@ import torch
 
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.batches.local_stores import LocalStores
+from mcore_rl.cluster.adapter_slots import make_adapter_slots
 from mcore_rl.cluster.run import engine_spec, experts_shape
 from mcore_rl.config import (
     CheckpointConfig,
@@ -43,6 +44,7 @@ from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.tools.doctor.step_checks import count_even_tokens
 from mcore_rl.types import Prompt, StoredSample, WeightVersion
 from mcore_rl.types.scores import Scores
+from mcore_rl.weight_sync.controller.factor_sync import choose_factors
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers, read_hf_config
 from mcore_rl.weights.models import family_of
@@ -99,7 +101,9 @@ def start_engines(
     for i, own in enumerate(sizes):
         rollout = replace(config.rollout, **own)
         log = folder / f"engine{i}.log"
-        spec = engine_spec(config.model, rollout, config.drift, policy, log, KEYS, seed=seed)
+        adapters = make_adapter_slots(config.train.lora, policy)
+        groups = config.model, rollout, config.drift, policy
+        spec = engine_spec(*groups, log, KEYS, seed=seed, adapters=adapters)
         engines.append(EngineProcess(spec))
     for engine in engines:
         engine.start()
@@ -169,6 +173,9 @@ class MegatronRun:
             keys=KEYS,
             verify_every=1,
             loaded=loaded,
+            factors=choose_factors(
+                config.train.lora, config.model, config.rollout, self._policy, seed=0
+            ),
         )
         self.stores = LocalStores()
         self.trainer = PackedTokenTrainer(

@@ -128,10 +128,11 @@ def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
     return checksums(url)
 
 
-def generate(url: str, max_new_tokens: int = 8) -> Any:
-    """The engine's answer to PROMPT, sampled greedily, with log-probs."""
+def generate(url: str, max_new_tokens: int = 8, **more: Any) -> Any:
+    """The engine's answer to PROMPT, sampled greedily, with log-probs; `more` fields are sent."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    return call(url, "/generate", input_ids=PROMPT, sampling_params=sampling, return_logprob=True)
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    return call(url, "/generate", **body, **more)
 
 
 def logprob_error(checkpoint: Path, answer: Any) -> float:

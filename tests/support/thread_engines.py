@@ -41,12 +41,19 @@ FaultsByLink = dict[tuple[str, str], Fault]
 """(relay or "" for trainer ranks, engine) of a link -> a fault of the sender of that rank."""
 
 
+Installed = tuple[str, int, Mapping[str, Any], Mapping[str, torch.Tensor]]
+
+
 @dataclass
 class ThreadEngine:
-    """An engine of FusedEngine ranks; `refused` lists paths it answers with success=False."""
+    """An engine of FusedEngine ranks; `refused` lists paths it answers with success=False.
+
+    installed   versions of adapters that each rank is to serve: (name, version, config, factors)
+    """
 
     models: list[FusedEngine]
     receivers: list[WeightReceiver]
+    installed: list[list[Installed]]
     url: str = ""
     is_paused: bool = False
     is_updating: bool = False
@@ -192,8 +199,12 @@ def open_thread_stage(
     engines = []
     for num_ranks in engine_sizes:
         models = [FusedEngine(rank, num_ranks, dtype, sizes) for rank in range(num_ranks)]
-        receivers = [WeightReceiver(make_faulty(faults)) for _ in range(num_ranks)]
-        engines.append(ThreadEngine(models, receivers))
+        installed: list[list[Installed]] = [[] for _ in range(num_ranks)]
+        receivers = [
+            WeightReceiver(make_faulty(faults), lambda *adapter, own=own: own.append(adapter))
+            for own in installed
+        ]
+        engines.append(ThreadEngine(models, receivers, installed))
     loop = asyncio.new_event_loop()
     runners = [loop.run_until_complete(serve(engine)) for engine in engines]
     thread = Thread(target=loop.run_forever, daemon=True)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from mcore_rl.tools.doctor.toy_engine import column_cut, make_tensors, row_cut
 from mcore_rl.weight_sync.adapter.engine import EngineAdapter
+from mcore_rl.weight_sync.adapter.served import ServedAdapters
+from mcore_rl.weight_sync.adapter.serving import SERVER
 from mcore_rl.weight_sync.connection import EngineConnection
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.link_end import LinkEnd
@@ -37,7 +39,9 @@ def stager() -> Iterator[tuple[LinkStore, PlanExecutor, Staging]]:
     shards, parameters = column_cut(make_tensors(seed=0), 0, 1, "float32")
     staging = Staging(parameters)
     connection = EngineConnection(receiver)
-    start_background_stager(connection, staging, EngineAdapter(connection, shards, parameters))
+    adapter = EngineAdapter(connection, shards, parameters)
+    served = ServedAdapters(connection, {}, SERVER.install)
+    start_background_stager(connection, staging, adapter, served)
     try:
         yield store, sender, staging
     finally:

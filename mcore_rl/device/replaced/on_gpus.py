@@ -5,6 +5,9 @@ from mcore_rl.device.replaced.entry import Patch, Scope, Times
 _CORE = "megatron.core"
 _ON_A_GPU = "benchmarks.md#on-a-gpu"
 _OTHER_MODEL = "a model of another family"
+_SERVED_ADAPTER = (
+    "tests/scenarios/weight_sync/test_served_adapter.py::test_engines_serve_what_the_trainer_holds"
+)
 
 TRAINING: tuple[Patch, ...] = (
     Patch(
@@ -232,6 +235,38 @@ ENGINES: tuple[Patch, ...] = (
         required="a weight sync would put logarithms where SGLang reads decays",
         test="tests/scenarios/rollout/test_sglang_layouts.py"
         "::test_every_rank_loads_what_the_rule_says",
+    ),
+    Patch(
+        "mcore_rl.weight_sync.adapter.serving:serve_adapters",
+        (
+            "sglang.srt.managers.scheduler.Scheduler.__init__",
+            "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+        ),
+        by="the adapter that a request names by the newest version of it",
+        reason="each version is an adapter of its own to SGLang, and requests name none of them",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`train.lora.sync` other than adapter",
+        opt_in=True,
+        required="requests would be answered with an older version, or find its prefixes",
+        test=_SERVED_ADAPTER,
+    ),
+    Patch(
+        "mcore_rl.rollout.adapters:serve_by_name",
+        (
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora",
+            "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora",
+        ),
+        by="the list of adapters by the names that a recipe gives them, and the choice for a"
+        " request that names none by the first of them",
+        reason="SGLang learns names as it reads files of adapters, and answers such requests with"
+        " the weights alone",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`train.lora.sync` other than adapter",
+        opt_in=True,
+        required="samples would be drawn by the weights below the factors",
+        test=_SERVED_ADAPTER,
     ),
     Patch(
         "mcore_rl.rollout.scheduler_setup:set_schedulers_up",

@@ -42,7 +42,7 @@ from mcore_rl.weights.lora.product import add_product, merge_product
 from mcore_rl.weights.lora.whole import check_whole
 
 _HOST = torch.device("cpu")
-_STAMP_TENSOR = "stamp"
+STAMP_TENSOR = "stamp"
 
 
 class EngineAdapter:
@@ -147,7 +147,7 @@ class EngineAdapter:
         self._sent = None
         sums = executor.execute(version, self._factors, began_s + executor.end.link.timeout_s)
         report = executor.make_report(began_s)
-        stamp = AdapterStamp.decode(self._factors[_STAMP_TENSOR].tolist())
+        stamp = AdapterStamp.decode(self._factors[STAMP_TENSOR].tolist())
         request.stamp.refuse_other(stamp, f"version {version}")
         with self._stream.running():
             for part in self._parts:
@@ -186,7 +186,7 @@ class EngineAdapter:
         for part in self._parts:
             self._refuse_cut_blocks(part.place)
         shards = [part.base for part in self._parts]
-        self._base = _allocate(shards, where)
+        self._base = allocate(shards, where)
         return shards
 
     def _plan_factors(self, tensors: HfTensors, stamp: AdapterStamp) -> list[Shard]:
@@ -194,8 +194,8 @@ class EngineAdapter:
         found = {name: shape for name, (shape, _) in tensors.items() if name != STAMP}
         check_whole(found, list_factor_shapes(self._matrices, stamp.rank), "the trainer's adapter")
         shards = [shard for part in self._parts for shard in (part.first, part.second)]
-        shards.append(make_stamp_shard(_STAMP_TENSOR))
-        self._factors = _allocate(shards, self._device)
+        shards.append(make_stamp_shard(STAMP_TENSOR))
+        self._factors = allocate(shards, self._device)
         return shards
 
     def _refuse_cut_blocks(self, place: Shard) -> None:
@@ -216,7 +216,7 @@ class EngineAdapter:
         raise ValueError(f"{self._connection.end.name} holds {box} and not all of its scales")
 
 
-def _allocate(shards: Iterable[Shard], device: torch.device) -> dict[str, Tensor]:
+def allocate(shards: Iterable[Shard], device: torch.device) -> dict[str, Tensor]:
     """Return a tensor for each shard, on `device`, or in pinned host memory."""
     tensors: dict[str, Tensor] = {}
     with torch.inference_mode(False):

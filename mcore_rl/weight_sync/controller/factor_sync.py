@@ -28,10 +28,10 @@ from mcore_rl.weight_sync.controller.strategy import (
 )
 from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult, find_root_error
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.wire import AdapterRequest, Report, StageRequest
+from mcore_rl.weight_sync.wire import AdapterRequest, Link, Report, StageRequest
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
-from mcore_rl.weights.lora.facts import AdapterFacts, sends_factors
+from mcore_rl.weights.lora.facts import AdapterFacts, sends_factors, serves_adapter
 from mcore_rl.weights.lora.layouts import AdapterLayouts
 from mcore_rl.weights.lora.places import AdapterStamp, Content
 
@@ -43,55 +43,67 @@ class FactorOptions:
     stamp    of the factors that the recipe trains
     on_gpu   whether engines keep the weights below factors on their GPUs, not on the host
     targets, experts  what is adapted, as in LoraConfig
+    name     of the adapter that engines serve beside the weights; empty: they merge the factors
     """
 
     stamp: AdapterStamp
     on_gpu: bool = False
     targets: tuple[str, ...] = ()
     experts: bool = True
+    name: str = ""
 
     def record(self, layouts: str, content: Content) -> str:
         """Return the layouts of a link with that content, given encoded RecordedLayouts or ""."""
         if not layouts:
             return ""
-        rank = self.stamp.rank
-        return AdapterLayouts(layouts, content, rank, self.targets, self.experts).encode()
+        rank, is_whole = self.stamp.rank, bool(self.name)
+        return AdapterLayouts(layouts, content, rank, self.targets, self.experts, is_whole).encode()
 
 
 @dataclass(frozen=True)
 class _Opening:
-    """An engine that gets links for the weights below factors, and for factors."""
+    """An engine that gets links for factors, and, to merge them, for the weights below them."""
 
     target: SyncTarget
-    base: LinkedEngine
-    factors: LinkedEngine
+    linked: Mapping[Content, LinkedEngine]
+
+    @property
+    def factors(self) -> LinkedEngine:
+        return self.linked["factors"]
 
     @property
     def names(self) -> list[str]:
-        return [self.base.link.engine, self.factors.link.engine]
+        return [linked.link.engine for linked in self.linked.values()]
+
+    def find_link(self, kind: Content) -> Link | None:
+        return self.linked[kind].link if kind in self.linked else None
 
     def fail(self, reason: str) -> None:
-        for linked in (self.base, self.factors):
+        for linked in self.linked.values():
             linked.store.fail(reason)
 
 
 def choose_factors(
     lora: LoraConfig, model: ModelConfig, rollout: RolloutConfig, policy: ModelFacts, seed: int
 ) -> FactorOptions | None:
-    """Return what engines that merge low-rank factors are linked for; None: they get all weights.
+    """Return what engines that get low-rank factors are linked for; None: they get all weights.
 
     Reads as little of the model directory as `find_base_sum`.
     """
-    if not sends_factors(lora, rollout.stage_weights):
+    if not sends_factors(lora, rollout.stage_weights) and not serves_adapter(lora):
         return None
     base = find_base_sum(model.init, policy, seed)
     facts = AdapterFacts.make(lora, policy.config, base, model.path)
     stamp, on_gpu = facts.make_stamp(policy.config), lora.engine_base == "gpu"
-    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts)
+    name = lora.name if serves_adapter(lora) else ""
+    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts, name)
 
 
 class FactorSync(StagedSync):
     """Sends all weights to engines that are linked anew, and factors to the others."""
+
+    kinds: tuple[Content, ...] = ("base", "factors")
+    """Contents of the links that are opened once an engine has all weights."""
 
     def __init__(
         self,
@@ -141,7 +153,9 @@ class FactorSync(StagedSync):
         sending = asyncio.ensure_future(self._send(version, list(links.values()), verified))
 
         async def stage(target: SyncTarget) -> list[Report]:
-            request = AdapterRequest(self._options.stamp, verify=target.url in verified)
+            request = AdapterRequest(
+                self._options.stamp, verify=target.url in verified, name=self._options.name
+            )
             has_failed = partial(send_has_failed, sending, links[target.url])
             of_version = StageRequest(version, adapter=request)
             return await target.engine.stage(of_version, has_failed, deadline_s)
@@ -170,7 +184,7 @@ class FactorSync(StagedSync):
             return []
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         openings = [
-            _Opening(target, *(self._make_link(target.engine, kind) for kind in _KINDS))
+            _Opening(target, {kind: self._make_link(target.engine, kind) for kind in self.kinds})
             for target in targets
         ]
         sending = asyncio.ensure_future(self._join_and_send(version, openings, deadline_s))
@@ -198,8 +212,10 @@ class FactorSync(StagedSync):
         deadline_s: float,
     ) -> list[Report]:
         options = self._options
-        links = opening.base.link, opening.factors.link
-        request = AdapterRequest(options.stamp, *links, on_gpu=options.on_gpu)
+        base, factors = opening.find_link("base"), opening.find_link("factors")
+        request = AdapterRequest(
+            options.stamp, base, factors, on_gpu=options.on_gpu, name=options.name
+        )
         of_version = StageRequest(version, adapter=request)
         has_failed = partial(send_has_failed, sending, opening.factors.link.engine)
         reports = await opening.target.engine.stage(of_version, has_failed, deadline_s)
@@ -232,7 +248,7 @@ class FactorSync(StagedSync):
     async def _find_linker(self) -> EngineLinker:
         if self._linker is None:
             facts: dict[Content, Sequence[bytes]] = {
-                kind: await self._trainers.describe(kind) for kind in _KINDS
+                kind: await self._trainers.describe(kind) for kind in self.kinds
             }
             self._linker = EngineLinker(self._trainers, facts)
         return self._linker
@@ -257,13 +273,10 @@ class FactorSync(StagedSync):
         return LinkedEngine(link, store, engine.tp_size)
 
 
-_KINDS: tuple[Content, Content] = ("base", "factors")
-
-
 async def _join(linker: EngineLinker, opening: _Opening, deadline_s: float) -> str | None:
     """Have the trainer ranks join both links of an engine; return the error, if there is one."""
     try:
-        for linked in (opening.base, opening.factors):
+        for linked in opening.linked.values():
             answers = await linker.join(linked, deadline_s)
             failed = [each for each in answers if isinstance(each, Report)]
             if failed:

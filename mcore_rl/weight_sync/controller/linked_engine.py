@@ -67,10 +67,17 @@ class LinkedEngine:
         version: int | None = None,
         *,
         verify: bool = False,
+        adapter: str = "",
+        weights: bool = True,
     ) -> None:
-        """Have SGLang call the receiver in every rank; return when all ranks are done."""
-        command_u8 = encode_command(Command(self.link, action, version, verify))
-        await control.run_loader(command_u8, self.tp_size, flush_cache=action != "connect")
+        """Have SGLang call the receiver in every rank; return when all ranks are done.
+
+        adapter, weights   as in Command
+        """
+        command = Command(self.link, action, version, verify, adapter, weights)
+        # Each version of an adapter has prefixes of its own in the cache.
+        flush_cache = weights and action != "connect"
+        await control.run_loader(encode_command(command), self.tp_size, flush_cache=flush_cache)
 
     def take_reports(self, action: Action) -> list[Report]:
         """Take the ranks' reports out of the store; a rank without one counts as failed."""

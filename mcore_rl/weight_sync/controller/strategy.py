@@ -266,7 +266,7 @@ class StagedSync(SyncStrategy):
         staging = (self._stage_chain(version, chain, sending, deadline_s) for chain in chains)
         received_by_chain = await asyncio.gather(*staging)
         sent = await wait_sent(sending)
-        swaps = []
+        staged: list[tuple[SyncTarget, EngineSyncResult]] = []
         for chain, received in zip(chains, received_by_chain, strict=True):
             relay: SyncTarget | None = None
             for target, reports in zip(chain, received, strict=True):
@@ -274,8 +274,18 @@ class StagedSync(SyncStrategy):
                     result = self._judge(target.url, reports, sent)
                 else:
                     result = replace(self._judge(target.url, reports, ()), relay=relay.url)
-                swaps.append(self._swap(target, version, result, deadline_s))
+                staged.append((target, result))
                 relay = target
+        return await self._swap_all(version, staged, deadline_s)
+
+    async def _swap_all(
+        self,
+        version: int,
+        staged: Sequence[tuple[SyncTarget, EngineSyncResult]],
+        deadline_s: float,
+    ) -> dict[str, EngineSyncResult]:
+        """Swap `version` in on all engines; return url -> result, with those that have errors."""
+        swaps = (self._swap(target, version, result, deadline_s) for target, result in staged)
         return {result.url: result for result in await asyncio.gather(*swaps)}
 
     async def _stage_chain(
@@ -335,11 +345,14 @@ class StagedSync(SyncStrategy):
         try:
             await self._open(target.control)
             self._mixed.add(target.url)
-            verify = self._is_to_verify(target)
-            await target.engine.command(target.control, "swap", version, verify=verify)
+            await self._command_swap(target, version)
             return find_root_error(await target.engine.wait_reports("swap", deadline_s))
         except EngineCallError as failure:
             return str(failure)
+
+    async def _command_swap(self, target: SyncTarget, version: int) -> None:
+        verify = self._is_to_verify(target)
+        await target.engine.command(target.control, "swap", version, verify=verify)
 
 
 def send_has_failed(sending: "asyncio.Future[Any]", engine: str) -> bool:

@@ -15,6 +15,7 @@ import aiohttp
 
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
+from mcore_rl.weight_sync.controller.adapter_sync import AdapterSync
 from mcore_rl.weight_sync.controller.engine_control import EngineCallError, EngineControl
 from mcore_rl.weight_sync.controller.factor_sync import FactorOptions, FactorSync
 from mcore_rl.weight_sync.controller.linked_engine import LinkedEngine
@@ -84,7 +85,8 @@ class SyncController:
                    parameters and compared with the trainer's checksums; 0: none are
         loaded     engines and ranks loaded one checkpoint: until a version was synced, sent weights
                    are compared with those that an engine loaded
-        factors    engines merge low-rank factors, over staged links; None: all weights travel
+        factors    engines merge low-rank factors, or serve them as an adapter, over staged links;
+                   None: all weights travel
         """
         self._trainers = trainers
         self._host = host
@@ -102,6 +104,7 @@ class SyncController:
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
+        self._serves_adapter = factors is not None and bool(factors.name)
         self._strategy = self._make_strategy(relay, verify_every, factors)
 
     def _make_strategy(
@@ -114,7 +117,8 @@ class SyncController:
         relay_host = self._host if relay else None
         if factors is None:
             return StagedSync(*sides, relay_host, verify_every)
-        return FactorSync(*sides, relay_host, verify_every, factors, self._host)
+        make = AdapterSync if self._serves_adapter else FactorSync
+        return make(*sides, relay_host, verify_every, factors, self._host)
 
     @property
     def linked(self) -> tuple[str, ...]:
@@ -262,6 +266,7 @@ class SyncController:
             trace_all=self._trace_all,
             loaded=self._loaded and url not in self._mixed,
             layouts=self._record_layouts(sizes),
+            unadapted=self._serves_adapter,
         )
         return LinkedEngine(link, store, sizes.tp)
 

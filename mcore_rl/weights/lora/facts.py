@@ -42,6 +42,11 @@ def sends_factors(lora: LoraConfig, stages_weights: bool) -> bool:
     return bool(lora.rank) and wanted
 
 
+def serves_adapter(lora: LoraConfig) -> bool:
+    """Return whether engines serve the factors as an adapter beside the weights."""
+    return bool(lora.rank) and lora.sync == "adapter"
+
+
 @dataclass(frozen=True)
 class AdapterFacts:
     """Whose factors they are, and how they are added.

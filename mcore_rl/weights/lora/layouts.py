@@ -43,6 +43,7 @@ class AdapterLayouts:
 
     recorded           encoded RecordedLayouts of all weights
     targets, experts   what is adapted, as in LoraConfig
+    is_whole           an engine rank with a part of a matrix has whole factors
     """
 
     recorded: str
@@ -50,6 +51,7 @@ class AdapterLayouts:
     rank: int
     targets: tuple[str, ...]
     experts: bool
+    is_whole: bool = False
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -76,7 +78,7 @@ class AdapterLayouts:
 
     def target(self) -> "AdaptedLayout":
         """Return the engines' layout. Raises ValueError if the sizes do not divide the model."""
-        return self._make(self._all.target(), is_whole=False)
+        return self._make(self._all.target(), is_whole=self.is_whole)
 
     def _make(self, layout: Layout, *, is_whole: bool) -> "AdaptedLayout":
         if self.content == "base":

@@ -5,17 +5,22 @@ from pathlib import Path
 from mcore_rl.config import LoraConfig, ModelConfig
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
-from mcore_rl.weights.lora.facts import AdapterFacts, refuse_other_adapter
+from mcore_rl.weights.lora.facts import AdapterFacts, refuse_other_adapter, serves_adapter
 from mcore_rl.weights.lora.peft_files import check_start, read_peft
+from mcore_rl.weights.lora.served import refuse_unserved
 from mcore_rl.weights.lora.targets import list_targets, refuse_unused
 
 
 def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int) -> None:
-    """Raise ValueError naming the target that the model does not have, or what differs in path."""
+    """Raise ValueError naming the target that the model does not have, or that engines cannot
+    serve, or what differs in path.
+    """
     if not lora.rank:
         return
     list_targets(policy.config, lora.targets, lora.experts)
     refuse_unused(policy.config, lora.experts)
+    if serves_adapter(lora):
+        refuse_unserved(policy.config, lora.targets, lora.experts)
     if lora.path:
         adapter = read_peft(Path(lora.path))
         check_start(adapter, _make_facts(lora, model, policy, seed), policy.config)

@@ -39,6 +39,7 @@ def open_stage(
     engine_dtype: torch.dtype = torch.float32,
     sizes: ToySizes = TINY,
     verify_every: int = 0,
+    name: str = "",
 ) -> Iterator[tuple[ThreadStage, SyncController]]:
     make = partial(AdaptedTrainers, cut=cut, dtype=dtype)
     with open_thread_stage(
@@ -52,7 +53,7 @@ def open_stage(
             stage.trainers,
             timeout_s=TIMEOUT_S,
             verify_every=verify_every,
-            factors=FactorOptions(make_stamp(sizes)),
+            factors=FactorOptions(make_stamp(sizes), name=name),
         )
         asyncio.run(controller.connect(stage.urls))
         yield stage, controller

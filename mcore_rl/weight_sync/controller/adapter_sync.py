@@ -1,0 +1,70 @@
+"""Brings versions of low-rank factors to engines that serve them as an adapter.
+
+    first sync over a link    weights below the factors -> second set; factors -> host memory;
+                              then both are swapped in at once
+    every later sync          factors -> host memory -> another adapter of SGLang
+
+The weights in an engine never change after the first sync. Requests in flight go on with the new
+version, as in syncs of weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mcore_rl.weight_sync.controller.factor_sync import FactorSync
+from mcore_rl.weight_sync.controller.strategy import StagedSync, SyncTarget
+from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult
+from mcore_rl.weight_sync.wire import Report
+from mcore_rl.weights.lora.places import Content
+
+
+class AdapterSync(FactorSync):
+    """Sends the weights below the factors to engines that are linked anew, and factors to all."""
+
+    kinds: tuple[Content, ...] = ("factors",)
+
+    async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
+        results: dict[str, EngineSyncResult] = {}
+        known = [target for target in targets if target.engine.factors is not None]
+        if known:
+            results |= await self._move_factors(version, known)
+        new = [target for target in targets if target.engine.factors is None]
+        if new:
+            moved = await StagedSync.run(self, version, new)
+            results |= {result.url: result for result in moved}
+        return [results[target.url] for target in targets]
+
+    async def _swap_all(
+        self,
+        version: int,
+        staged: Sequence[tuple[SyncTarget, EngineSyncResult]],
+        deadline_s: float,
+    ) -> dict[str, EngineSyncResult]:
+        """Bring the factors as well before the weights are swapped in."""
+        served = [target for target, result in staged if result.error is None]
+        opened = {result.url: result for result in await self._open_links(version, served)}
+        both: list[tuple[SyncTarget, EngineSyncResult]] = []
+        for target, whole in staged:
+            result = whole
+            if target.url in opened:
+                own = opened[target.url]
+                num_bytes = whole.num_bytes + own.num_bytes
+                result = replace(whole, error=own.error, num_bytes=num_bytes)
+            both.append((target, result))
+        return await super()._swap_all(version, both, deadline_s)
+
+    async def _send(
+        self, version: int, links: Sequence[str], verified: Sequence[str]
+    ) -> Sequence[Mapping[str, Report]]:
+        return await self._start_send(version, links)
+
+    async def _command_swap(self, target: SyncTarget, version: int) -> None:
+        """Install the version of the adapter, and the first time swap in the weights below it."""
+        await target.engine.command(
+            target.control,
+            "swap",
+            version,
+            verify=self._is_to_verify(target),
+            adapter=self._options.name,
+            weights=target.engine.served_version is None,
+        )
