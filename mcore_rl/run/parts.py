@@ -214,16 +214,8 @@ def make_sync(
     )
     devices = started.trainer.device_names()
     made_by = describe_kernels(config.model, config.rollout, config.train, devices)
-    scorer = PackedTokenTrainer(
-        started.trainer,
-        folder,
-        packing=make_packing(config.parallel, config.train, run.policy),
-        temperature=1.0,
-        checkpoint=config.checkpoint,
-    )
-    started.trainer.tell_resized(scorer.fit)
     parity_check = ParityCheck(
-        scorer,
+        _make_scorer(config, run),
         config.parity_check,
         ParityTolerance(config.parity_check, config.engine_precision, folder.parity_check, made_by),
         config.run.call_timeout_s,
@@ -236,6 +228,19 @@ def make_sync(
         *(links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus),
         count_steps=lambda: trainer.num_steps,
     )
+
+
+def _make_scorer(config: Config, run: StartedRun) -> PackedTokenTrainer:
+    """Return what scores the parity check's sequences."""
+    scorer = PackedTokenTrainer(
+        run.started.trainer,
+        run.folder,
+        packing=make_packing(config.parallel, config.train, run.policy),
+        temperature=1.0,
+        checkpoint=config.checkpoint,
+    )
+    run.started.trainer.tell_resized(scorer.fit)
+    return scorer
 
 
 def sample_in_background(
