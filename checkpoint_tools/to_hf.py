@@ -64,12 +64,10 @@ def to_hf(
         untrained = open_hf(source_hf) if packed else open_plain(source_hf)
         sources.append(untrained)
         assemblies |= _list_carried(untrained, config, assemblies)
-        assemblies |= {
-            name + SHAPE: whole(untrained.tensors[name + SHAPE].chunks[0]) for name in packed
-        }
-    settings = set_dtype(
-        without_trained_mtp(config), dtype or assemblies[family_of(config).embedding].dtype
-    )
+        shapes = {name + SHAPE for name in packed}
+        assemblies |= {name: whole(untrained.tensors[name].chunks[0]) for name in shapes}
+    plain = without_trained_mtp(config)
+    settings = set_dtype(plain, dtype or assemblies[family_of(config).embedding].dtype)
     if packed:
         settings = put_quantization_back(settings, parse_hf_config(source_hf))
     describe = partial(write_small_files, config=settings, side_files_from=source_hf)

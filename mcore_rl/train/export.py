@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from mcore_rl.weights.hf.folder import TEMPORARY
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.plan.whole import SlicePlan, Transfer, make_plan
+
+T = TypeVar("T")
 
 
 def export_hf(
@@ -60,9 +62,8 @@ def export_hf(
     copies = _find_copies(hf_config, side_files_from, storage)
     held_by: list[list[Shard]] = [[] for _ in range(world_size)]
     dist.all_gather_object(held_by, [*shards, *_copy_shards(shards, copies)])
-    shapes, dtypes = family.shapes(hf_config), family.dtypes(hf_config, dtype)
-    for copy, original in copies.items():
-        shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
+    shapes = _add_copies(family.shapes(hf_config), copies)
+    dtypes = _add_copies(family.dtypes(hf_config, dtype), copies)
     files = plan_export(shapes, dtypes, world_size, max_file_bytes)
     sums: dict[str, FileSums] = {}
     for i in range(0, len(files), world_size):
@@ -81,9 +82,8 @@ def export_hf(
         for rank_sums in sums_by_rank:
             all_sums |= rank_sums
         with report_full_disk(out_dir):
-            carried = storage.run(
-                write_carried, side_files_from, out_dir, hf_config, max_file_bytes, set(copies)
-            )
+            places = (side_files_from, out_dir, hf_config, max_file_bytes, set(copies))
+            carried = storage.run(write_carried, *places)
             names = (out_dir, files, without_trained_mtp(hf_config), dtype, side_files_from)
             storage.run(commit_export, *names, carried, all_sums)
     dist.barrier()
@@ -106,6 +106,11 @@ def _find_copies(hf_config: HfConfig, source: Path, storage: Storage) -> dict[st
         for name in found[0]
         if name in possible
     }
+
+
+def _add_copies(of_name: Mapping[str, T], copies: Mapping[str, str]) -> dict[str, T]:
+    """Return what is known of each name, with the same for copies as for their originals."""
+    return {**of_name, **{copy: of_name[original] for copy, original in copies.items()}}
 
 
 def _copy_shards(shards: Sequence[Shard], copies: Mapping[str, str]) -> list[Shard]:

@@ -111,10 +111,9 @@ class TrainedModel:
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
-        self._state = RankState(
-            self.chunks, self.optimizer, self._memory, has_factors=self._adapter is not None
-        )
         adapter = self._adapter.facts if self._adapter else None
+        has_factors = adapter is not None
+        self._state = RankState(self.chunks, self.optimizer, self._memory, has_factors=has_factors)
         state = TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter)
         self._checkpointer = Checkpointer(state, self._memory.readable)
 

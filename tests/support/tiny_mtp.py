@@ -20,44 +20,29 @@ from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from tests.support.exact_gradients import InDouble, use_double
 from tests.support.tiny_models import write_model
 
-COUNTS = {"qwen3_next": "mtp_num_hidden_layers", "qwen3_5": "mtp_num_hidden_layers"}
-"""Family -> key of config.json for the number of these layers, if it is not DeepSeek's."""
-
 
 @dataclass(frozen=True)
 class Names:
-    """HF names of the parts of such a layer, and what is added to the weight of a norm."""
+    """HF names of the parts of such a layer."""
 
     layer: str
     read: str
     seen: str
     project: str
     norm: str
-    added: float
-
-    @staticmethod
-    def of_layer(layer: str) -> "Names":
-        own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-        return Names(layer, *(f"{layer}{name}.weight" for name in own), added=0.0)
 
 
-ALONE = Names(
-    "mtp.layers.0.",
-    "mtp.pre_fc_norm_embedding.weight",
-    "mtp.pre_fc_norm_hidden.weight",
-    "mtp.fc.weight",
-    "mtp.norm.weight",
-    added=1.0,
-)
-"""Those of Qwen3-Next and Qwen3.5."""
+def name_parts(layer: str) -> Names:
+    own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    return Names(layer, *(f"{layer}{name}.weight" for name in own))
 
 
-def write_mtp_model(kind: str, folder: Path, *, with_copies: bool = True) -> Path:
+def write_mtp_model(kind: str, folder: Path) -> Path:
     """Save a random model of family `kind` with one layer for multi-token prediction.
 
-    with_copies   whether the layer has the embedding and the output layer again, as published files
+    As in published files, the layer has the embedding and the output layer again.
     """
-    write_model(kind, folder, **{COUNTS.get(kind, "num_nextn_predict_layers"): 1})
+    write_model(kind, folder, num_nextn_predict_layers=1)
     plain = read_hf_config(folder)
     config = with_trained_mtp(plain)
     generator = torch.Generator().manual_seed(7)
@@ -65,11 +50,9 @@ def write_mtp_model(kind: str, folder: Path, *, with_copies: bool = True) -> Pat
     for name, shape in hf_tensor_shapes(config).items():
         if name not in tensors:
             noise = 0.1 * torch.randn(shape, generator=generator)
-            is_plain_norm = name.endswith("norm.weight") and kind not in COUNTS
-            tensors[name] = noise + is_plain_norm
-    if with_copies:
-        copies = family_of(config).copies(config)
-        tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}
+            tensors[name] = noise + name.endswith("norm.weight")
+    copies = family_of(config).copies(config)
+    tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}
     save_weights(folder, tensors)
     return folder
 
@@ -112,9 +95,7 @@ def draft_in_double(folder: Path, batches: Sequence[TrainBatch]) -> Drafted:
 
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = load_weights(folder)
-    names = Names.of_layer(f"model.layers.{policy.config.num_hidden_layers}.")
-    if ALONE.project in weights:
-        names = ALONE
+    names = name_parts(f"model.layers.{policy.config.num_hidden_layers}.")
     head = _make_head(policy.config, weights, names)
     own = {
         name: weights[name].double().requires_grad_()
@@ -153,8 +134,6 @@ def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
     settings |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     if "mlp_layer_types" in settings:
         settings["mlp_layer_types"] = ["sparse"]
-    if "layer_types" in settings:
-        settings["layer_types"] = ["full_attention"]
     own = type(config)(**settings)
     head = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     state = {"lm_head.weight": weights["lm_head.weight"]}
@@ -215,10 +194,10 @@ def _draft(
         ahead_TH = policy.model.embed_tokens(tokens_T)
     with InDouble():
         read_TH = torch.nn.functional.rms_norm(
-            ahead_TH[1:], ahead_TH.shape[1:], own[names.read] + names.added, eps
+            ahead_TH[1:], ahead_TH.shape[1:], own[names.read], eps
         )
         seen_TH = torch.nn.functional.rms_norm(
-            hidden_TH[:-1], hidden_TH.shape[1:], own[names.seen] + names.added, eps
+            hidden_TH[:-1], hidden_TH.shape[1:], own[names.seen], eps
         )
         inputs_TH = torch.cat([read_TH, seen_TH], -1) @ own[names.project].T
         logits_TV = head(inputs_embeds=inputs_TH[None], use_cache=False).logits[0, :-1]

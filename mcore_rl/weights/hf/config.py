@@ -21,7 +21,7 @@ from mcore_rl.config.shipped import describe_making
 from mcore_rl.process.file_list import read_json
 from mcore_rl.weights.hf.int4 import TEXT, is_int4
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.mtp import COUNTS, TRAINED, count_mtp_layers
+from mcore_rl.weights.models.mtp import TRAINED, count_mtp_layers
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import Family, HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
@@ -171,12 +171,8 @@ def find_mtp_problem(config: HfConfig) -> str:
     family = family_of(config)
     if not family.trains_mtp:
         return "has no layers for multi-token prediction that can be trained"
-    count = count_mtp_layers(config)
-    if not count:
-        keys = " nor ".join(COUNTS)
-        return f"has no layers for multi-token prediction: config.json has neither {keys} above 0"
-    if count > 1 and not any(rule.goes_on for rule in family.rules):
-        return f"has {count} layers for multi-token prediction in config.json, and files have one"
+    if not count_mtp_layers(config):
+        return f"has no layers for multi-token prediction: config.json has no {MTP} above 0"
     kinds = family.list_kinds(config, config["num_hidden_layers"] - 1)
     mtp_has_experts = any(r.has_expert_axis for r in family.rules if r.where == "mtp")
     if mtp_has_experts != ("moe" in kinds) or "softmax" not in kinds:

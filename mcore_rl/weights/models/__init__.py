@@ -80,7 +80,6 @@ MAX_COUNTS: Mapping[str, int] = {
     "num_hidden_layers": 4096,
     "depth": 4096,
     "num_nextn_predict_layers": 256,
-    "mtp_num_hidden_layers": 256,
     TRAINED: 256,
     "num_experts": 16384,
     "num_local_experts": 16384,

@@ -20,35 +20,25 @@ from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
 TRAINED = "trained_mtp_layers"
 """Key of the config in memory: the MTP layers that the model has; no file has it."""
-COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys of config.json for the MTP layers of a checkpoint."""
 PREFIX = "mtp.layers."
 """Where Megatron's keys of these layers begin."""
 
 
 def count_mtp_layers(config: HfConfig) -> int:
     """Return the MTP layers of the checkpoint that config.json describes."""
-    return next((config[key] for key in COUNTS if config.get(key)), 0)
+    return config.get("num_nextn_predict_layers") or 0
 
 
-def make_mtp_rules(
-    like: Iterable[Rule], own: Mapping[str, HfTensor], hf_layer: str | None = None
-) -> tuple[Rule, ...]:
-    """Return the rules of MTP layers.
+def make_mtp_rules(like: Iterable[Rule], own: Mapping[str, HfTensor]) -> tuple[Rule, ...]:
+    """Return the rules of MTP layers, whose HF numbers go on behind those of the model's layers.
 
-    like       the rules of a layer of the model that each of them contains
-    own        key within the layer -> the HF tensor, of the modules that only they have
-    hf_layer   HF name of such a layer; None: numbers go on behind those of the model's layers
+    like   the rules of a layer of the model that each of them contains
+    own    key within the layer -> the HF tensor, of the modules that only they have
     """
-    goes_on = hf_layer is None
-    rules = [Rule(PREFIX + key, (tensor,), "mtp", goes_on=goes_on) for key, tensor in own.items()]
+    rules = [Rule(PREFIX + key, (tensor,), "mtp", goes_on=True) for key, tensor in own.items()]
     for rule in like:
         key = rule.key.replace(LAYER, PREFIX + "transformer_layer.", 1)
-        tensors = tuple(
-            replace(tensor, name=tensor.name.replace(HF_LAYER, hf_layer or HF_LAYER, 1))
-            for tensor in rule.tensors
-        )
-        rules.append(replace(rule, key=key, tensors=tensors, where="mtp", goes_on=goes_on))
+        rules.append(replace(rule, key=key, where="mtp", goes_on=True))
     return tuple(rules)
 
 
@@ -63,22 +53,6 @@ BEHIND_LAYERS: Mapping[str, HfTensor] = {
     "final_layernorm.weight": _make_own("shared_head.norm.weight", "hidden"),
 }
 """The modules of MTP layers in DeepSeek-V3 and GLM-4.5, as `make_mtp_rules` takes them."""
-
-
-ALONE_LAYER = "mtp.layers.{layer}."
-"""HF name of the layer in MTP modules of Qwen3-Next and Qwen3.5, which have one."""
-ALONE: Mapping[str, HfTensor] = {
-    "enorm.weight": HfTensor("mtp.pre_fc_norm_embedding.weight", ("hidden",), initial="zeros"),
-    "hnorm.weight": HfTensor("mtp.pre_fc_norm_hidden.weight", ("hidden",), initial="zeros"),
-    "eh_proj.weight": HfTensor("mtp.fc.weight", ("hidden", "mtp_in")),
-    "final_layernorm.weight": HfTensor("mtp.norm.weight", ("hidden",), initial="zeros"),
-}
-"""Their other modules, as `make_mtp_rules` takes them."""
-
-
-def match_alone(config: HfConfig) -> str:
-    """Return a pattern of the HF names in their MTP modules; "" if these are trained."""
-    return "" if TRAINED in config else r"mtp\..*"
 
 
 def list_copies(config: HfConfig) -> dict[str, str]:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 from mcore_rl.weights.models import rules
-from mcore_rl.weights.models.mtp import ALONE, ALONE_LAYER, make_mtp_rules, match_alone
 from mcore_rl.weights.models.qwen_llama_mixtral import SHARED_EXPERT_GATE, has_no_experts
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
@@ -239,23 +238,15 @@ MOE = (
 def _make_family(
     architecture: str, projections: tuple[Rule, ...], *, moe: bool, **supported: tuple[Any, ...]
 ) -> Family:
-    rest = MOE if moe else MLP
-    last = (*(rule for rule in rest if rule.where != "model"), *GATED_ATTENTION)
     return Family(
         architecture,
-        (
-            *rest,
-            *DELTA_NET,
-            *projections,
-            *GATED_ATTENTION,
-            *make_mtp_rules(last, ALONE, ALONE_LAYER),
-        ),
+        (*(MOE if moe else MLP), *DELTA_NET, *projections, *GATED_ATTENTION),
         partial(read_sizes, shared=moe),
         is_any_layer if moe else has_no_experts,
         make_moe_options if moe else make_options,
         {**SETTINGS, **supported},
         refusal=find_refusal,
-        carried=match_alone,
+        carried=lambda config: r"mtp\..*",
         rotary_share=lambda config: read_rotary_share(config, default=0.25),
         is_linear=is_linear_layer,
         explicit=EXPLICIT,

@@ -79,7 +79,7 @@ COPIES = (
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("drafts")
     write_mtp_model("deepseek_v3", folder / "begun")
-    return run_ranks(run, 1, folder)[0]
+    return run_ranks(run, 1, folder, timeout_s=300)[0]
 
 
 @pytest.mark.gloo

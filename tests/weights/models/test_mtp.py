@@ -59,7 +59,7 @@ def test_of_trained_layers_only_the_copies_are_carried(model: str) -> None:
     ("kind", "changes", "problem"),
     [
         ("qwen3_moe", {}, "has no layers for multi-token prediction that can be trained"),
-        ("deepseek_v3", {}, "has no layers for multi-token prediction: config.json has neither"),
+        ("deepseek_v3", {}, "has no layers for multi-token prediction: config.json has no"),
         (
             "deepseek_v3",
             {"num_nextn_predict_layers": 1, "first_k_dense_replace": 4},

@@ -42,7 +42,7 @@ from tests.support.tiny_models import write_model
         (
             "deepseek_v3",
             {"mtp_loss": 0.1},
-            "train.mtp_loss=0.1, but DeepseekV3ForCausalLM has no layers .* set train.mtp_loss=0.0",
+            "train.mtp_loss=0.1, but DeepseekV3ForCausalLM has no layers .*: set .*mtp_loss=0.0",
         ),
         ("qwen3_moe", {"router_bias_rate": 0.1}, "train.router_bias_rate=0.1, but .* have no bias"),
         ("deepseek_v2", {"router_bias_rate": 0.1}, "routers of DeepseekV2ForCausalLM have no bias"),
