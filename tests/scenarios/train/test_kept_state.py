@@ -15,6 +15,7 @@ from mcore_rl.config import (
 )
 from mcore_rl.planning.kept_state import predict_kept_states
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.process.kept_copies import Span, encode_index
 from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.recovery.rank_state import (
@@ -147,7 +148,9 @@ def test_a_copy_is_whole_or_not_there() -> None:
     assert copy.step is None
     with pytest.raises(StateLostError, match="the state of step 3 is not in memory"):
         copy.read(3, values)
-    copy.write(3, b"small", values)
+    spans = [Span("weights", 0, 5, 64)]
+    copy.write(3, b"small", values, encode_index(spans))
+    assert copy.read_index() == spans
     found = [torch.zeros_like(value) for value in values]
     assert copy.read(3, found) == b"small"
     assert all(map(torch.equal, found, values))
@@ -160,7 +163,7 @@ def test_a_copy_is_whole_or_not_there() -> None:
     with pytest.raises(StateLostError, match="is damaged"):
         copy.read(3, found)
     with pytest.raises(ValueError, match="there is room for"):
-        copy.write(4, b"", [torch.zeros(1 << 21, dtype=torch.uint8)])
+        copy.write(4, b"", [torch.zeros(1 << 21, dtype=torch.uint8)], b"")
     assert copy.step is None
 
 
