@@ -398,14 +398,6 @@ def engine_spec(
     Engines of random, quantized or INT4 models start with dummy weights; the first weight sync
     brings the real weights, in bfloat16 from ranks that read INT4.
     """
-    is_fp8 = rollout.quantization == "fp8"
-    # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
-    extra_args = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or policy.int4 or model.init == "random":
-        extra_args += ["--load-format", "dummy"]
-    if is_fp8 or policy.int4:
-        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
-        extra_args += ["--json-model-override-args", quantized]
     return EngineSpec(
         model_path=model.path,
         log_path=str(log_path),
@@ -428,8 +420,23 @@ def engine_spec(
         compiled=rollout.compiled,
         share_prompts=rollout.share_prompts,
         batch_timeout_s=limit_batch(rollout.request_timeout_s),
-        extra_args=(*extra_args, *server_arguments(rollout.sglang)),
+        extra_args=(
+            *_list_weight_arguments(model, rollout.quantization == "fp8", policy),
+            *server_arguments(rollout.sglang),
+        ),
     )
+
+
+def _list_weight_arguments(model: ModelConfig, is_fp8: bool, policy: ModelFacts) -> list[str]:
+    """Return SGLang's arguments for the weights that an engine starts with."""
+    # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
+    arguments = ["--weight-version", "0", "--disable-shared-experts-fusion"]
+    if is_fp8 or policy.int4 or model.init == "random":
+        arguments += ["--load-format", "dummy"]
+    if is_fp8 or policy.int4:
+        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
+        arguments += ["--json-model-override-args", quantized]
+    return arguments
 
 
 def experts_shape(drift: DriftConfig, policy: ModelFacts) -> RoutedExpertsShape | None:

@@ -115,11 +115,7 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
-    set_ups = list_set_ups(server_args, shares)
-    if adapters:
-        serve_by_name(adapters[0].split(","))
-        set_ups.append(find_function(adapters[1]))
-    set_schedulers_up(set_ups)
+    set_schedulers_up([*list_set_ups(server_args, shares), *take_adapters(adapters)])
     limit_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
@@ -129,10 +125,16 @@ def serve(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def find_function(path: str) -> SetUp:
-    """Return the function at an import path."""
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(module), name)
+def take_adapters(given: Sequence[str]) -> list[SetUp]:
+    """Have the server know adapters by name; return what each of its schedulers calls for them.
+
+    given   names joined by ",", and AdapterSlots.set_up; nothing, if there are none
+    """
+    if not given:
+        return []
+    serve_by_name(given[0].split(","))
+    module, _, name = given[1].rpartition(".")
+    return [getattr(import_module(module), name)]
 
 
 def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:

@@ -6,7 +6,8 @@ _CORE = "megatron.core"
 _ON_A_GPU = "benchmarks.md#on-a-gpu"
 _OTHER_MODEL = "a model of another family"
 _SERVED_ADAPTER = (
-    "tests/scenarios/weight_sync/test_served_adapter.py::test_engines_serve_what_the_trainer_holds"
+    "tests/scenarios/weight_sync/test_adapter_versions.py"
+    "::test_versions_of_an_adapter_reach_requests_in_flight_and_no_older_prefix"
 )
 
 TRAINING: tuple[Patch, ...] = (

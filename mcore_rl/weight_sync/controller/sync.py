@@ -75,18 +75,16 @@ class SyncController:
 
         host       this process's address for all ranks
         timeout_s  bounds each connect and each sync
-        staged     engines receive while they decode, into memory for a second set of weights, and
-                   pause to swap; else they pause all the time, and need a few buckets a rank
+        staged     engines receive while they decode, into a second set of weights, and pause to
+                   swap; else they pause all the time, and need a few buckets a rank
         relay      over staged links, engines of equal layouts forward slices to one another
         delta, pull, trace_all  as in wire.Link
         record     makes recorded layouts, so that ranks need not list their shards
         keys       the engines' keys; None if the engines have none
-        verify_every  the first syncs of a link and then every so many are read back from the live
-                   parameters and compared with the trainer's checksums; 0: none are
+        verify_every  which syncs are compared with the trainer's checksums, as in is_read_back
         loaded     engines and ranks loaded one checkpoint: until a version was synced, sent weights
                    are compared with those that an engine loaded
-        factors    engines merge low-rank factors, or serve them as an adapter, over staged links;
-                   None: all weights travel
+        factors    engines merge low-rank factors, or serve them; None: all weights travel
         """
         self._trainers = trainers
         self._host = host
@@ -104,7 +102,7 @@ class SyncController:
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
-        self._serves_adapter = factors is not None and bool(factors.name)
+        self._serves_adapter = bool(factors and factors.name)
         self._strategy = self._make_strategy(relay, verify_every, factors)
 
     def _make_strategy(
