@@ -104,8 +104,8 @@ def translate_layout(options: ForeignOptions) -> Found:
         yield Decision(
             f"{ACTOR}.strategy" if engine == "dp" else "model_engine",
             "fsdp" if engine == "dp" else engine,
-            "Megatron trains here: choose parallel.tp, pp and ep by `mcore-rl plan`, and"
-            " train.optimizer.megatron for the precision of its moments",
+            "Megatron trains here, with parallel.tp of the engines: try others, pp and ep by"
+            " `mcore-rl plan`; train.optimizer.megatron has the precision of the moments",
         )
     group = "megatron" if is_megatron(options) else "fsdp_config"
     offloads = [f"{ACTOR}.{group}.{name}" for name in OFFLOADS]
@@ -144,11 +144,18 @@ def layout_of(options: ForeignOptions, group: str, ours: str) -> Iterator[Recipe
 
 
 def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
-    """Yield the ranks that share a sequence, and as many of them as there are GPUs."""
+    """Yield the ranks that share a sequence, and those that share the weights, as engines do.
+
+    FSDP shards weights and gradients over all GPUs, which data-parallel ranks do not.
+    """
     name = f"{ACTOR}.ulysses_sequence_parallel_size"
-    size = options.take(name, 1)
-    yield RecipeLine(f"{ours}.cp", size, (name,))
-    yield _data_parallel(options, ours, size)
+    cp = options.take(name, 1)
+    yield RecipeLine(f"{ours}.cp", cp, (name,))
+    name = f"{ROLLOUT}.tensor_model_parallel_size"
+    gpus = take_shared(options, "trainer.n_gpus_per_node")
+    tp = math.gcd(options.take(name, 2), max(gpus // cp, 1))
+    yield RecipeLine(f"{ours}.tp", tp, (name,))
+    yield _data_parallel(options, ours, tp * cp)
 
 
 def _data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:

@@ -31,6 +31,23 @@ def test_all_gpus_are_used_by_the_trainers_layout() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "engine", "sequence", "layout"),
+    [(8, 2, 1, (2, 1, 8)), (8, 4, 2, (4, 2, 2)), (8, 16, 1, (8, 1, 2)), (1, 2, 1, (1, 1, 2))],
+)
+def test_what_fsdp_trains_is_divided_as_in_the_engines(
+    gpus: int, engine: int, sequence: int, layout: tuple[int, int, int]
+) -> None:
+    """FSDP shards weights over data-parallel ranks, which keep a whole copy here."""
+    found = of(
+        trainer__nnodes=2,
+        trainer__n_gpus_per_node=gpus,
+        actor_rollout_ref__rollout__tensor_model_parallel_size=engine,
+        **{f"{A}__ulysses_sequence_parallel_size": sequence},
+    )
+    assert tuple(found[f"parallel.{name}"] for name in ("tp", "cp", "dp")) == layout
+
+
+@pytest.mark.parametrize(
     ("given", "tokens"),
     [
         ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 3000}, 6000),
