@@ -304,6 +304,10 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
     yield RecipeLine(f"{ours}.epochs", epochs, (f"{theirs}.ppo_epochs",))
 
 
+USUAL_TOKENS = 16384
+"""verl's default of ppo_max_token_len_per_gpu."""
+
+
 def _micro_batches(options: ForeignOptions) -> Found:
     name = "train.max_tokens_per_microbatch"
     longest = take_shared(options, "data.max_prompt_length")
@@ -316,9 +320,11 @@ def _micro_batches(options: ForeignOptions) -> Found:
         source = f"{ACTOR}.ppo_max_token_len_per_gpu"
         # verl multiplies by the ranks that share a sequence, too.
         sources = (source, f"{ACTOR}.use_dynamic_bsz")
-        yield from hold_longest(name, options.take(source, 16384) * cp, longest, sources)
+        yield from hold_longest(name, options.take(source, USUAL_TOKENS) * cp, longest, sources)
     elif per_gpu := options.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0):
-        yield RecipeLine(name, per_gpu * longest, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
+        # So many sequences of the greatest length are rare, and no result depends on the bound.
+        tokens = max(min(per_gpu * longest, USUAL_TOKENS), longest)
+        yield RecipeLine(name, tokens, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
     else:
         yield RecipeLine(name, longest)
         advice = f"{name} is a single sequence of the greatest length: raise it by `mcore-rl plan`"

@@ -52,6 +52,7 @@ def test_what_fsdp_trains_is_divided_as_in_the_engines(
     [
         ({"use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 3000}, 6000),
         ({"ppo_micro_batch_size_per_gpu": 3}, 3 * 150),
+        ({"ppo_micro_batch_size_per_gpu": 300}, 16384),  # what verl takes where it counts tokens
     ],
 )
 def test_micro_batches_are_counted_in_tokens(given: dict[str, Any], tokens: int) -> None:
