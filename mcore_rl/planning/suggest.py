@@ -17,6 +17,8 @@ GROWTH = (1, 2, 4, 8)
 """Multiples of the recipe's GPUs that are tried, in this order."""
 FARTHEST = 3.0
 """Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
+SMALLER_BATCH = 0.5
+"""Distance of half a micro-batch, which changes the speed alone."""
 
 
 def list_recomputes(now: str) -> tuple[str, str, str]:
@@ -40,8 +42,10 @@ Replan = Callable[[Settings], PlannedRun]
 more than cluster.gpus."""
 
 
-def suggest_settings(run: PlannedRun, replan: Replan) -> Settings | None:
+def suggest_settings(run: PlannedRun, replan: Replan, longest_len: int) -> Settings | None:
     """Options to change so that the recipe, planned as `run`, fits; None if nothing does.
+
+    longest_len   tokens of the longest sequence, which a micro-batch has to hold
 
     Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
@@ -55,7 +59,7 @@ def suggest_settings(run: PlannedRun, replan: Replan) -> Settings | None:
         if side == "engine":
             candidates = _list_engine_candidates(run.rollout)
         else:
-            candidates = _list_trained_candidates(run, side)
+            candidates = _list_trained_candidates(run, side, longest_len)
         for candidate in candidates:
             changes = _select_changes(run, candidate)
             try:
@@ -96,10 +100,11 @@ def _list_engine_candidates(rollout: RolloutConfig) -> Iterator[Settings]:
         yield from _sort_by_distance(candidates)
 
 
-def _list_trained_candidates(run: PlannedRun, side: Side) -> Iterator[Settings]:
+def _list_trained_candidates(run: PlannedRun, side: Side, longest_len: int) -> Iterator[Settings]:
     """Layouts of the trainer or of the critic, on as many GPUs or on a multiple of them.
 
-    A critic on the trainer's GPUs gets the trainer's layout.
+    The layout that it has is tried with smaller micro-batches, too. A critic on the trainer's GPUs
+    gets the trainer's layout.
     """
     now = run.parallel
     groups = ["parallel"]
@@ -114,6 +119,8 @@ def _list_trained_candidates(run: PlannedRun, side: Side) -> Iterator[Settings]:
         shares = True
     recompute_now = run.train.recompute
     offload_now = run.cluster.offload
+    tokens_now = run.train.max_tokens_per_microbatch
+    smaller = [tokens_now // n for n in (1, 2, 4) if n == 1 or tokens_now // n >= longest_len]
     recomputes = list_recomputes(recompute_now)
     sizes = run.models.policy.sizes
     for growth in GROWTH:
@@ -123,10 +130,16 @@ def _list_trained_candidates(run: PlannedRun, side: Side) -> Iterator[Settings]:
             settings = {
                 f"{group}.{name}": value for group in groups for name, value in layout.items()
             }
-            for recompute, offload in product(recomputes, {offload_now, shares}):
+            batches = [tokens_now] if distance or growth > 1 else smaller
+            for recompute, offload, tokens in product(recomputes, {offload_now, shares}, batches):
                 steps = recomputes.index(recompute) - recomputes.index(recompute_now)
                 away = distance + abs(steps) + (offload != offload_now)
-                more = {"train.recompute": recompute, "cluster.offload": offload}
+                away += SMALLER_BATCH * log2(tokens_now / tokens)
+                more = {
+                    "train.recompute": recompute,
+                    "cluster.offload": offload,
+                    "train.max_tokens_per_microbatch": tokens,
+                }
                 candidates.append((away, settings | more))
         yield from _sort_by_distance(candidates)
 
@@ -136,8 +149,9 @@ def _list_layouts(
 ) -> Iterator[tuple[dict[str, Any], float]]:
     """Options of ParallelConfig for `num_ranks` ranks, each with its distance from `now`."""
     experts = sizes["experts"] or 1
-    limits = (ranks_per_host, sizes["layers"], 8, experts, 4 if experts > 1 else 1)
-    for tp, pp, cp, ep, etp in product(*map(_list_powers, limits)):
+    limits = (ranks_per_host, sizes["layers"], 8, experts)
+    expert_tps = _list_powers(4) if experts > 1 else [now.etp]
+    for tp, pp, cp, ep, etp in product(*map(_list_powers, limits), expert_tps):
         dp, rest = divmod(num_ranks, tp * pp * cp)
         if rest or not dp or (tp * cp * dp) % (ep * etp):
             continue

@@ -72,7 +72,8 @@ def judge_recipe(config: Config) -> PlanVerdict:
         check_budget(size, changed.cluster.gpus, changed.parallel.dp)
         return PlannedRun.make(changed, run.models)
 
-    suggested = suggest_settings(run, replan)
+    longest_len = config.data.max_prompt_len + config.rollout.max_response_len
+    suggested = suggest_settings(run, replan, longest_len)
     return PlanVerdict(fits, f"{sentence} {_advise(suggested)}", run, ranks, sync, suggested)
 
 

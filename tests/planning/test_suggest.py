@@ -42,6 +42,19 @@ def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) 
         assert not _fits(config, fewer), f"{key} need not change"
 
 
+@pytest.mark.parametrize(("response_len", "is_halved"), [(2048, True), (36_000, False)])
+def test_half_a_micro_batch_comes_before_another_layout_if_it_holds_the_longest_sequence(
+    response_len: int, is_halved: bool
+) -> None:
+    given = [f"rollout.max_response_len={response_len}", "rollout.kv_cache_len=65536"]
+    large = ["train.max_tokens_per_microbatch=65536", "plan.gpu_memory_gib=68"]
+    config = load_recipe(QWEN, [*given, *large, "train.recompute=full"])
+    suggested = judge_recipe(config).suggested
+    assert suggested is not None and _fits(config, dict(suggested))
+    option = "train.max_tokens_per_microbatch"
+    assert (suggested.keys() == {option}) == (option in suggested) == is_halved
+
+
 def _fits(config: Config, settings: dict[str, Any]) -> bool:
     try:
         changed = with_settings(config, settings)
