@@ -61,7 +61,7 @@ class WeightReceiver:
         self._shards: Sequence[Shard] = ()
         """Those of the parameters, as traced last."""
         self._hf_tensors: HfTensors = {}
-        """What the trainer ranks send."""
+        """Shapes and dtypes of the tensors that trainer ranks send, by name."""
         self._served: ServedAdapters | None = None
         self._full_trace: FullTrace | None = None
         """Traces what the link's own trace left out; it begins after the first swap."""

@@ -37,7 +37,7 @@ SMALL_ADAM = {
     "exp_avg_dtype": "bfloat16",
     "exp_avg_sq_dtype": "bfloat16",
 }
-"""What they set."""
+"""The values that they set."""
 OFFLOAD = tuple(
     f"{ADAM}.{name}="
     for name in (

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mcore_rl.process.errors import describe_error
 from mcore_rl.weight_sync.waits import TransferError
 
 SET_UP = "mcore_rl.weight_sync.adapter.serving.serve_adapters"
@@ -77,7 +78,7 @@ class AdapterServer:
             try:
                 manager.fetch_new_loras({new})  # Into its buffers, where shapes must fit.
             except (AssertionError, KeyError, RuntimeError, ValueError) as failure:
-                error = f"{type(failure).__name__}: {failure}"
+                error = describe_error(failure)
         if error is not None:
             self._unload(new)
             raise TransferError(f"SGLang does not take adapter {new}: {error}")

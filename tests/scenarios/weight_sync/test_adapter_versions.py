@@ -42,7 +42,7 @@ LORA = LoraConfig(
     rank=4,
     rslora=True,
     sync="adapter",
-    # Of joined projections, some have no factors: SGLang gets zeros.
+    # SGLang gets zeros for joined projections without factors.
     targets=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
 )
 
@@ -171,7 +171,7 @@ def sync_in_flight(url: str, sync: Callable[[], Any]) -> Any:
 
 
 def check_spans(answer: Any, merged: dict[int, Path]) -> None:
-    """Each token has the log-prob of the weights of the version that it is labelled with."""
+    """Each token has the log-prob of the weights of the version that it is labeled with."""
     meta = answer["meta_info"]
     spans = meta["weight_versions"]
     assert [span["version"] for span in spans] == ["1", "2"]

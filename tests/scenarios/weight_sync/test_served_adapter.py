@@ -40,7 +40,7 @@ class Case:
 
 
 CASES = {
-    # Of joined projections, some have no factors: SGLang gets zeros.
+    # SGLang gets zeros for joined projections without factors.
     "dense": Case("qwen3", {"pp": 2}, {}, ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj")),
     "experts": Case(
         "qwen3_moe",
@@ -97,7 +97,7 @@ def sync_in_flight(url: str, sync: Callable[[], Any]) -> Any:
 
 
 def check_spans(answer: Any, merged: Sequence[Path], versions: Sequence[int]) -> None:
-    """Each token has the log-prob of the weights of the version that it is labelled with."""
+    """Each token has the log-prob of the weights of the version that it is labeled with."""
     meta = answer["meta_info"]
     spans = meta["weight_versions"]
     assert [span["version"] for span in spans] == [str(version) for version in versions]
@@ -113,7 +113,8 @@ def check_spans(answer: Any, merged: Sequence[Path], versions: Sequence[int]) ->
         assert (own_T[part] - expected_T[part]).abs().max() < EXACT, span
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_engines_serve_what_the_trainer_holds(
     ranks: MegatronRanks, tmp_path: Path, name: str
 ) -> None:

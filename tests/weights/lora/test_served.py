@@ -1,4 +1,4 @@
-"""What engines cannot serve is refused by name; factors get what SGLang wants beside them."""
+"""Adapters that engines cannot serve are refused by name; factors get zeros beside them."""
 
 from pathlib import Path
 
