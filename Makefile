@@ -38,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock te-wheel docs agents-venv bench clean layers patches options-doc published-steps versions mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock te-wheel docs agents-venv bench clean layers patches options-doc published-steps console-picture versions mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -110,6 +110,13 @@ patches: venv ## docs/patches.md: every name of other packages that is replaced
 
 options-doc: venv ## docs/options.md: every option of a recipe, with its bounds, default and meaning
 	$(BIN)/mcore-rl options --markdown > docs/options.md
+
+console-picture: venv ## docs/console.svg: what a terminal shows in the quickstart, of a run that is stopped for it
+	rm -rf runs/console
+	$(BIN)/mcore-rl data arithmetic --out data/arithmetic
+	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=runs/console/warm_start
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.support.console_picture "step 41: rollout" docs/console.svg \
+	  mcore-rl train recipe=tiny_moe_grpo model.path=runs/console/warm_start/hf run.seed=$(SEED) run.dir=runs/console/run
 
 versions: venv ## docs/versions.md: what is pinned, the newest that the package index knows, and what binds it
 	$(BIN)/python -m tests.support.versions_page
