@@ -126,7 +126,7 @@ def _list_carried(
             carried[name] = whole(tensor.chunks[0])
         else:
             original = family.tied[original] if original in left_out else original
-            carried[name] = replace(merged[original], name=name, skipped=())
+            carried[name] = replace(merged[original], name=name)
     return carried
 
 

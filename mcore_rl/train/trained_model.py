@@ -27,7 +27,7 @@ from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
 from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, make_adapter
 from mcore_rl.train.model import make_chunks
-from mcore_rl.train.mtp.drafts import make_drafts
+from mcore_rl.train.mtp.drafts import make_mtp_loss
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
 from mcore_rl.train.optimizer import (
     compute_learning_rate,
@@ -104,7 +104,7 @@ class TrainedModel:
             train_only(chunks, train.vision)
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
-        self._drafts = make_drafts(chunks, self.hf_config, train.mtp_loss, self._output_rows)
+        self._drafts = make_mtp_loss(chunks, self.hf_config, train.mtp_loss, self._output_rows)
         self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
         self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
@@ -189,7 +189,7 @@ class TrainedModel:
             return nullcontext()
         return self._rounded.swap_in(local_tensors(self.chunks))
 
-    def served_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
+    def select_served_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
         """Return the same of what engines hold, which is all but trained MTP layers."""
         shards, tensors = self.weight_layout()
         if self._drafts is not None:

@@ -250,7 +250,7 @@ class TrainerWorker(ModelWorker):
         if self._sender is None:
             from mcore_rl.weight_sync.sender import WeightSender
 
-            shards, tensors = self._model.served_layout()
+            shards, tensors = self._model.select_served_layout()
             adapter = self._model.adapter_layouts()
             without = self._model.without_adapter
             self._sender = WeightSender(

@@ -1,4 +1,4 @@
-"""What trained layers for multi-token prediction take: parameters, memory and operations."""
+"""Trained layers for multi-token prediction take parameters, memory and operations."""
 
 from dataclasses import replace
 

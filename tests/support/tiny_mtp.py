@@ -77,7 +77,7 @@ def save_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a layer learns from micro-batches, in float64.
+    """The loss of a layer on micro-batches, and its gradients, in float64.
 
     loss         mean over its predictions, nats
     acceptance   share of predictions whose best token is the policy's

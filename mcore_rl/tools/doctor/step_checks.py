@@ -299,7 +299,7 @@ class StandInSync:
         self._stores = stores
         self.gb_per_s = 0.0
         """Rate of the last sync."""
-        self._sender = WeightSender(*rank.actor.served_layout(), 0)
+        self._sender = WeightSender(*rank.actor.select_served_layout(), 0)
         self._store = LinkStore.serve("127.0.0.1", TIMEOUT_S)
         bucket_bytes = GPU_BUCKET_MIB << 20 if has_cuda() else 1 << 16
         self._link = Link(

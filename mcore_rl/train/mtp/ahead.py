@@ -25,7 +25,7 @@ from mcore_rl.types import TrainBatch
 
 @dataclass(frozen=True)
 class Ahead:
-    """What one layer reads and predicts of a rank's part of a micro-batch.
+    """The tokens that one layer reads and predicts in a rank's part of a micro-batch.
 
     inputs_T    int64, ids of the tokens that are read beside hidden states
     rows_R      int64, rising, the local tokens with a prediction to learn; at least one

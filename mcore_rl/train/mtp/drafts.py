@@ -36,10 +36,10 @@ READ_BY_LAYERS = (
     *("attention_mask", "padding_mask", "packed_seq_params"),
     *("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"),
 )
-"""What the decoder is given that MTP layers are given, too."""
+"""Arguments of the decoder that MTP layers are given, too."""
 
 
-class Drafts:
+class MtpLoss:
     """The MTP layers of a model in training; without any on this rank it takes part in sums."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Drafts:
         self._sums_D2 = torch.zeros(num_layers, 2, dtype=torch.float64, device=device())
         """Losses of each layer's predictions, and how many of these would be accepted."""
         self._embedding: Any = None
-        """What the last chunk reads tokens ahead by, while a step is open."""
+        """The embedding of tokens ahead, on the last stage while a step is open."""
         if self._last is not None:
             self._last.decoder.register_forward_hook(self._see, with_kwargs=True)
 
@@ -209,9 +209,9 @@ def _make_embedding(chunk: Any) -> LanguageModelEmbedding:
     return made.cuda().requires_grad_(False)
 
 
-def make_drafts(
+def make_mtp_loss(
     chunks: Sequence[torch.nn.Module], hf_config: HfConfig, coef: float, output_rows: OutputRows
-) -> Drafts | None:
+) -> MtpLoss | None:
     """Return the MTP layers of a model that is built from `hf_config`; None: none are trained."""
     num_layers = hf_config.get(TRAINED, 0)
-    return Drafts(chunks, num_layers, coef, output_rows) if num_layers else None
+    return MtpLoss(chunks, num_layers, coef, output_rows) if num_layers else None

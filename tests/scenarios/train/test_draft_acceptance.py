@@ -89,7 +89,7 @@ def test_trained_layers_are_accepted_more_often(result: dict[str, Any]) -> None:
     trained, frozen = (result[name].metrics for name in ("trained", "frozen"))
     assert result["trained"].loss == result["frozen"].loss, "another policy"
     assert trained["mtp/loss"] < 0.5 * frozen["mtp/loss"]
-    assert frozen["mtp/acceptance"] < 0.2 < 0.5 < trained["mtp/acceptance"]
+    assert frozen["mtp/acceptance"] < 0.2 < 0.3 < trained["mtp/acceptance"]
 
 
 @pytest.mark.gloo

@@ -95,7 +95,7 @@ def run_case(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
         "step": step,
         "gradients": boxed_gradients(actor),
         "weights": {f"{s.box}": s.view(tensors).clone() for s in shards},
-        "served": {shard.box.name for shard in actor.served_layout()[0]},
+        "served": {shard.box.name for shard in actor.select_served_layout()[0]},
     }
 
 
