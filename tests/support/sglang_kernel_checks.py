@@ -192,8 +192,9 @@ def check_keep_adapters_in_plain_memory():
     device = torch.device("cpu")
     kinds = {"is_idle": False, "is_decode": False, "is_target_verify": False, "is_extend": True}
     mode = SimpleNamespace(**{name: lambda value=value: value for name, value in kinds.items()})
-    lens_N = torch.tensor([3, 2], dtype=torch.int32)
-    batch = SimpleNamespace(forward_mode=mode, batch_size=2, extend_seq_lens=lens_N)
+    lens_N = [3, 2]
+    lens = {"extend_seq_lens": torch.tensor(lens_N), "extend_seq_lens_cpu": lens_N}
+    batch = SimpleNamespace(forward_mode=mode, batch_size=2, **lens)
 
     def prepare() -> TorchNativeLoRABackend:
         backend = TorchNativeLoRABackend(2, device)

@@ -62,7 +62,7 @@ def make_lora_config(case: Case, folder: Path) -> Config:
     base = write_model(case.kind, folder / "base")
     config = make_config(base, case.layout, STEPS, routed_experts=False)
     lora = LoraConfig(rank=4, rslora=True, targets=list(case.targets), sync="adapter")
-    optimizer = replace(config.train.optimizer, lr=2e-2, min_lr=2e-2)
+    optimizer = replace(config.train.optimizer, lr=2e-2)
     train = replace(config.train, lora=lora, optimizer=optimizer)
     return replace(config, train=train)
 
