@@ -14,4 +14,5 @@ def make_adapter_slots(lora: LoraConfig, policy: ModelFacts) -> AdapterSlots | N
     if not serves_adapter(lora):
         return None
     names = list_targets(policy.config, lora.targets, lora.experts)
-    return AdapterSlots((lora.name,), lora.rank, list_served_modules(names), SET_UP)
+    modules = list_served_modules(names)
+    return AdapterSlots((lora.name,), lora.rank, modules, SET_UP, default=lora.name)

@@ -12,7 +12,7 @@ SHARE_PROMPTS = "--share-prompts"
 SHARE_PROMPTS_ON_CPU = "--share-prompts-on-cpu"
 """Arguments of mcore_rl.rollout.server; see EngineSpec.share_prompts."""
 ADAPTERS = "--adapters"
-"""Argument of mcore_rl.rollout.server, before names joined by "," and AdapterSlots.set_up."""
+"""Argument of mcore_rl.rollout.server, before encoded AdapterSlots."""
 STATES_PER_REQUEST = 5
 """States of its linear attention that SGLang may keep for a request: its own, two in the cache of
 prefixes, and two copies while steps overlap. Fewer, and SGLang runs fewer requests at once."""
@@ -129,8 +129,7 @@ class EngineSpec:
             options |= {"--dist-init-addr": self.dist_init_addr}
         arguments = [str(part) for item in options.items() for part in item]
         if self.adapters is not None:
-            own = ",".join(self.adapters.names), self.adapters.set_up
-            arguments = [ADAPTERS, *own, *arguments]
+            arguments = [ADAPTERS, self.adapters.encode(), *arguments]
         if self.share_prompts is not False:
             flag = SHARE_PROMPTS if self.share_prompts else SHARE_PROMPTS_ON_CPU
             arguments = [flag, *arguments]

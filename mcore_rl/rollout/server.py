@@ -1,7 +1,7 @@
 """Entry point of an SGLang server: takes `sglang serve` arguments and serves HTTP.
 
 Run as `python -P -m mcore_rl.rollout.server --parent-pid N [--keys-fd N] [--gpu-ids 2,3]
-[--uncompiled] [--share-prompts | --share-prompts-on-cpu] [--adapters <names> <set-up>] <sglang
+[--uncompiled] [--share-prompts | --share-prompts-on-cpu] [--adapters <slots>] <sglang
 arguments>`. All processes of the server die with the process that started it. Without CUDA, import
 stand-ins replace SGLang's CUDA-only dependencies, and SGLang is set up for the CPU.
 """
@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
 from mcore_rl.rollout import image_request, mamba_decay
-from mcore_rl.rollout.adapters import serve_by_name
+from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
 from mcore_rl.rollout.engine_spec import (
     ADAPTERS,
     SHARE_PROMPTS,
@@ -89,8 +90,8 @@ def serve(arguments: list[str]) -> None:
     arguments = arguments if compiled else arguments[1:]
     sharing = arguments[:1] if arguments[:1] in ([SHARE_PROMPTS], [SHARE_PROMPTS_ON_CPU]) else []
     arguments = arguments[len(sharing) :]
-    adapters = arguments[1:3] if arguments[:1] == [ADAPTERS] else []
-    arguments = arguments[3:] if adapters else arguments
+    slots = AdapterSlots.decode(arguments[1]) if arguments[:1] == [ADAPTERS] else None
+    arguments = arguments if slots is None else arguments[2:]
     tie_forks_to_parents()
     keep_output_lasting()
     rotate_output()
@@ -115,7 +116,9 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
-    set_schedulers_up([*list_set_ups(server_args, shares), *take_adapters(adapters)])
+    set_schedulers_up(
+        [*list_set_ups(server_args, shares), *take_adapters(slots, server_args.model_path)]
+    )
     limit_fields(server_args)
     if keys is not None:
         guard_server(server_args, keys)
@@ -125,16 +128,13 @@ def serve(arguments: list[str]) -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def take_adapters(given: Sequence[str]) -> list[SetUp]:
-    """Have the server know adapters by name; return what each of its schedulers calls for them.
-
-    given   names joined by ",", and AdapterSlots.set_up; nothing, if there are none
-    """
-    if not given:
+def take_adapters(slots: AdapterSlots | None, model_path: str) -> list[SetUp]:
+    """Have the server know adapters by name; return what each of its schedulers calls for them."""
+    if slots is None:
         return []
-    serve_by_name(given[0].split(","))
-    module, _, name = given[1].rpartition(".")
-    return [getattr(import_module(module), name)]
+    serve_by_name(slots.names, slots.default)
+    module, _, name = slots.set_up.rpartition(".")
+    return [partial(getattr(import_module(module), name), slots.folders, model_path)]
 
 
 def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:

@@ -174,12 +174,24 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
     command.add_argument(
         "--startup-timeout-s", type=float, default=1800.0, metavar="S", help="(%(default)s)"
     )
+    _add_adapters(command)
     command.set_defaults(run=partial(_serve, merge=merge))
+
+
+def _add_adapters(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="adapter in PEFT's format; requests choose it by model=NAME; may be given again",
+    )
 
 
 def _serve(args: argparse.Namespace, merge: Merge) -> None:
     from mcore_rl.rollout.engine_spec import EngineSpec
     from mcore_rl.rollout.served_models import find_dtype
+    from mcore_rl.run.served_adapters import make_slots
     from mcore_rl.run.serving import find_model, make_serving_keys, run_server
 
     if args.once and not args.ask:
@@ -199,6 +211,7 @@ def _serve(args: argparse.Namespace, merge: Merge) -> None:
         host=args.host,
         port=args.port,
         keys=make_serving_keys(args.key_file, args.host),
+        adapters=make_slots(args.adapter, model, args.pp),
         extra_args=("--grammar-backend", args.grammar_backend) if args.grammar_backend else (),
     )
     run_server(spec, args.ask, args.once, args.startup_timeout_s)

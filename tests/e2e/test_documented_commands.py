@@ -40,7 +40,9 @@ OTHERS = (
     "docs/simulate.md",
     "docs/doctor.md",
     "docs/checkpoints.md",
-    "docs/lora.md",  # its commands of mcore-rl-ckpt: scenarios/train/test_lora_files.py
+    # its commands of mcore-rl-ckpt: scenarios/train/test_lora_files.py; its serve:
+    # scenarios/rollout/test_many_adapters.py
+    "docs/lora.md",
     "docs/debugging.md",
     "docs/launch.md",
     "docs/monitoring.md",  # tests/logs/prometheus, tests/logs/trackers

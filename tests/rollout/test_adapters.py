@@ -6,7 +6,7 @@ from mcore_rl.rollout.adapters import AdapterSlots, choose_adapter
 from mcore_rl.rollout.engine_spec import ADAPTERS, EngineSpec
 from mcore_rl.rollout.request_fields import FieldError, ModelBounds, check_request
 
-SLOTS = AdapterSlots(("policy", "rival"), 16, ("q_proj", "o_proj"), "a.b")
+SLOTS = AdapterSlots(("policy", "rival"), 16, ("q_proj", "o_proj"), "a.b", "policy")
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ SLOTS = AdapterSlots(("policy", "rival"), 16, ("q_proj", "o_proj"), "a.b")
     [(None, "policy"), ("", "policy"), ("policy", "policy"), ("rival", "rival"), ("base", None)],
 )
 def test_a_request_is_answered_by(asked: str | None, chosen: str | None) -> None:
-    assert choose_adapter(SLOTS.names, asked) == chosen
+    assert choose_adapter(SLOTS.default, asked) == chosen
 
 
 @pytest.mark.parametrize("names", [("policy", "base"), ("policy", "policy")])
@@ -25,7 +25,7 @@ def test_names_that_say_nothing_are_refused(names: tuple[str, ...]) -> None:
 
 def test_the_command_line_has_names_and_room() -> None:
     arguments = EngineSpec("model", "log", port=1, adapters=SLOTS).arguments()
-    assert arguments[:3] == [ADAPTERS, "policy,rival", "a.b"]
+    assert arguments[0] == ADAPTERS and AdapterSlots.decode(arguments[1]) == SLOTS
     line = " ".join(arguments)
     assert "--enable-lora --max-lora-rank 16 --max-loras-per-batch 3" in line
     assert "--lora-target-modules q_proj o_proj" in line

@@ -257,9 +257,10 @@ ENGINES: tuple[Patch, ...] = (
         (
             "sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora",
             "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_and_resolve_lora",
+            "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase._resolve_lora_path",
         ),
-        by="the list of adapters by the names that a recipe gives them, and the choice for a"
-        " request that names none by the first of them",
+        by="the list of adapters by the names that a recipe or a command gives them, and what a"
+        " request gets that names none by the recipe's adapter",
         reason="SGLang learns names as it reads files of adapters, and answers such requests with"
         " the weights alone",
         scope=Scope.BOTH,

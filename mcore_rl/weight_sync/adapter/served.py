@@ -134,7 +134,7 @@ class _ReceivedAdapter:
         """Return the adapter's configuration and copies of its factors, as SGLang takes them."""
         factors = {key: self._factors[tensor] for tensor, key in self._names.items()}
         matrices = {key[: -len(FIRST)] for key in factors}
-        config = make_engine_config(matrices, self._stamp)
+        config = make_engine_config(matrices, self._stamp.rank, self._stamp.scale)
         return config, make_engine_factors(factors, self._shapes)
 
     def _plan(self, tensors: HfTensors) -> list[Shard]:

@@ -10,12 +10,15 @@ begun go on with the new version, as in a sync of weights.
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from mcore_rl.process.errors import describe_error
 from mcore_rl.weight_sync.waits import TransferError
+from mcore_rl.weights.hf.config import parse_hf_config
+from mcore_rl.weights.lora.served import read_engine_adapter
 
 SET_UP = "mcore_rl.weight_sync.adapter.serving.serve_adapters"
 """Import path of what a scheduler calls before it begins, for servers that serve adapters."""
@@ -106,14 +109,22 @@ SERVER = AdapterServer()
 """The process's only one, as it has one scheduler."""
 
 
-def serve_adapters() -> None:
-    """Have this process's scheduler know adapters by their names, whatever their version."""
+def serve_adapters(folders: Mapping[str, str], model_path: str) -> None:
+    """Have this process's scheduler know adapters by their names, whatever their version.
+
+    folders      of adapters in PEFT's format that it serves from the start, by name
+    model_path   directory of the weights below them
+    """
     scheduler: Any = import_module("sglang.srt.managers.scheduler").Scheduler
     begin, handle = scheduler.__init__, scheduler.handle_generate_request
 
     def begin_and_remember(self: Any, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
         SERVER.begin(self)
+        if folders:
+            hf_config = parse_hf_config(Path(model_path))
+            for name, folder in folders.items():
+                SERVER.install(name, 0, *read_engine_adapter(Path(folder), hf_config))
 
     def handle_by_name(self: Any, recv_req: Any, *, mm_input_error: str | None = None) -> None:
         name = recv_req.lora_id

@@ -7,16 +7,18 @@ factors of some of them alone. Source: sglang 0.5.23, srt/lora/lora.py.
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.lora.facts import is_of_expert
-from mcore_rl.weights.lora.peft_files import spell_key
-from mcore_rl.weights.lora.places import FIRST, SECOND, AdapterStamp
-from mcore_rl.weights.lora.targets import list_linears, list_targets
-from mcore_rl.weights.models import family_of
+from mcore_rl.weights.lora.facts import describe_base_difference, is_of_expert
+from mcore_rl.weights.lora.peft_files import PeftAdapter, read_peft, spell_key
+from mcore_rl.weights.lora.places import FIRST, SECOND, list_factor_shapes
+from mcore_rl.weights.lora.targets import list_linears, list_matrices, list_targets
+from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig, Shape
 
 _JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -28,29 +30,38 @@ _OF_MLP = SERVED[4:]
 
 def refuse_unserved(hf_config: HfConfig, targets: Collection[str], experts: bool) -> None:
     """Raise ValueError naming what an engine cannot serve as an adapter, and the remedy."""
-    where = "train.lora.sync=adapter"
-    remedy = "set train.lora.sync=factors"
-    if family_of(hf_config).has_tower:
-        raise ValueError(f"{where}: this model has a vision tower; {remedy}")
     names = list_targets(hf_config, list(targets), experts)
+    refuse_unserved_matrices(
+        hf_config,
+        names,
+        "train.lora.sync=adapter",
+        "set train.lora.targets=[q_proj,k_proj,v_proj,o_proj], or train.lora.sync=factors",
+    )
+
+
+def refuse_unserved_matrices(
+    hf_config: HfConfig, names: Collection[str], where: str, remedy: str
+) -> None:
+    """Raise ValueError, with `where` and `remedy`, naming the first matrix that is not served."""
+    if family_of(hf_config).has_tower:
+        raise ValueError(f"{where}: engines serve no adapter of a model with a vision tower")
     has_experts = any(rule.numbers_experts or rule.stacked for rule, _ in list_linears(hf_config))
     for name in names:
         module = module_of_name(name)
         if is_of_expert(name):
             raise ValueError(
                 f"{where} with factors of {name!r}: engines here serve no factors of routed"
-                f" experts; set train.lora.targets=[q_proj,k_proj,v_proj,o_proj], or {remedy}"
+                f" experts; {remedy}"
             )
         if module not in SERVED:
             raise ValueError(
                 f"{where} with factors of {name!r}: engines serve those of {', '.join(SERVED)};"
-                f" name such train.lora.targets, or {remedy}"
+                f" {remedy}"
             )
         if module in _OF_MLP and has_experts:
             raise ValueError(
                 f"{where} with factors of {name!r}: in a model with routed experts, engines serve"
-                " factors of attention alone; set"
-                f" train.lora.targets=[q_proj,k_proj,v_proj,o_proj], or {remedy}"
+                f" factors of attention alone; {remedy}"
             )
 
 
@@ -63,15 +74,46 @@ def list_served_modules(names: Collection[str]) -> tuple[str, ...]:
     return tuple(module for module in SERVED if module in modules)
 
 
-def make_engine_config(names: Collection[str], stamp: AdapterStamp) -> dict[str, Any]:
+def check_served(folder: Path, base: str, hf_config: HfConfig, model_path: Path) -> PeftAdapter:
+    """Return an adapter in PEFT's format that an engine can serve beside a model's weights.
+
+    base   checksum of these weights
+    Raises ValueError naming what is missing, is of no matrix of the model, or is not served, or if
+    the adapter says that it belongs to other weights.
+    """
+    adapter = read_peft(folder)
+    shapes = hf_tensor_shapes(hf_config)
+    names = {key[: -len(FIRST)] for key in adapter.shapes}
+    known = {name: shapes[name] for name in list_matrices(hf_config) if name in names}
+    check_whole(adapter.shapes, list_factor_shapes(known, adapter.rank), folder)
+    refuse_unserved_matrices(hf_config, known, str(folder), "merge it (mcore-rl-ckpt merge-lora)")
+    if adapter.base and adapter.base != base:
+        where = str(folder)
+        raise ValueError(describe_base_difference(where, adapter.base, base, str(model_path)))
+    return adapter
+
+
+def read_engine_adapter(
+    folder: Path, hf_config: HfConfig
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the configuration and the factors, as SGLang takes them, of a checked adapter."""
+    adapter = read_peft(folder)
+    with adapter.open() as file:
+        factors = {key: file.read(key) for key in adapter.shapes}
+    names = {key[: -len(FIRST)] for key in factors}
+    config = make_engine_config(names, adapter.rank, adapter.scale)
+    return config, make_engine_factors(factors, hf_tensor_shapes(hf_config))
+
+
+def make_engine_config(names: Collection[str], rank: int, scale: float) -> dict[str, Any]:
     """Return the configuration of an adapter of matrices `names`, by PEFT's names of fields.
 
     SGLang multiplies by lora_alpha / r and knows no other scale.
     """
     return {
         "peft_type": "LORA",
-        "r": stamp.rank,
-        "lora_alpha": stamp.scale * stamp.rank,
+        "r": rank,
+        "lora_alpha": scale * rank,
         "target_modules": list(list_served_modules(names)),
     }
 

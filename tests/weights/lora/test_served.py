@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mcore_rl.weights.hf.config import parse_hf_config
-from mcore_rl.weights.lora.places import AdapterStamp
 from mcore_rl.weights.lora.served import (
     list_served_modules,
     make_engine_config,
@@ -50,7 +49,7 @@ def test_all_layers_of_a_dense_model_and_attention_of_others_are_served(tmp_path
 def test_joined_projections_are_served_together() -> None:
     names = [f"{LAYER}.self_attn.v_proj.weight", f"{LAYER}.mlp.up_proj.weight"]
     assert list_served_modules(names) == (*ATTENTION[:3], "gate_proj", "up_proj")
-    config = make_engine_config(names, AdapterStamp(8, 2.5, 2, "ab" * 32))
+    config = make_engine_config(names, 8, 2.5)
     assert config["lora_alpha"] / config["r"] == 2.5
 
 
