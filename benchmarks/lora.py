@@ -37,8 +37,7 @@ from mcore_rl.weight_sync.controller.sync import SyncController, SyncReport
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.training import make_training_shards
-from mcore_rl.weights.lora.facts import AdapterFacts
-from mcore_rl.weights.lora.peft_files import spell_key
+from mcore_rl.weights.lora.facts import AdapterFacts, spell_key
 from mcore_rl.weights.lora.places import Content, Held, make_stamp_shard, make_whole_factors
 from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.models import hf_tensor_shapes

@@ -8,7 +8,8 @@ from mcore_rl.weight_sync.adapter.serving import SET_UP
 from mcore_rl.weights.hf.config import parse_hf_config
 from mcore_rl.weights.lora.base import compute_base_sum
 from mcore_rl.weights.lora.places import FIRST
-from mcore_rl.weights.lora.served import check_served, list_served_modules
+from mcore_rl.weights.lora.served import list_served_modules
+from mcore_rl.weights.lora.served_files import check_served
 
 
 def make_slots(given: Sequence[str], model: Path, pp: int) -> AdapterSlots | None:

@@ -5,6 +5,7 @@ tests/scenarios/test_ranks_and_engines.py has the group of ranks, on Ray and wit
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +28,10 @@ class Model:
     def adapter_layouts(self) -> dict[str, Any]:
         return {}
 
-    def weight_layout(self) -> Any:
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def select_served_layout(self) -> Any:
         self.num_layouts += 1
         return row_cut(make_tensors(1), 0, 1, "float32")
 
@@ -62,7 +66,7 @@ def engines() -> Iterator[list[Engine]]:
 
 def test_one_sender_brings_the_models_weights_to_all_engines(engines: list[Engine]) -> None:
     worker: Any = TrainerWorker.__new__(TrainerWorker)
-    worker._model, worker._rank = Model(), 0
+    worker._model, worker._rank, worker._sends_rounded = Model(), 0, False
     worker.describe()
     for engine in engines:
         reports = run_ranks(

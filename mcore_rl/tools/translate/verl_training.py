@@ -302,8 +302,7 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
     yield RecipeLine(f"{ours}.epochs", epochs, (f"{theirs}.ppo_epochs",))
 
 
-USUAL_TOKENS = 16384
-"""verl's default of ppo_max_token_len_per_gpu."""
+USUAL_TOKENS = 16384  # verl's default of ppo_max_token_len_per_gpu
 
 
 def _micro_batches(options: ForeignOptions) -> Found:
@@ -321,8 +320,9 @@ def _micro_batches(options: ForeignOptions) -> Found:
         yield from hold_longest(name, options.take(source, USUAL_TOKENS) * cp, longest, sources)
     elif per_gpu := options.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0):
         # So many sequences of the greatest length are rare, and no result depends on the bound.
-        tokens = max(min(per_gpu * longest, USUAL_TOKENS), longest)
-        yield RecipeLine(name, tokens, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
+        if isinstance(per_gpu, int):
+            per_gpu = max(min(per_gpu * longest, USUAL_TOKENS), longest)
+        yield RecipeLine(name, per_gpu, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
     else:
         yield RecipeLine(name, longest)
         advice = f"{name} is a single sequence of the greatest length: raise it by `mcore-rl plan`"

@@ -18,7 +18,6 @@ from torch import Tensor
 from mcore_rl.process.errors import describe_error
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.hf.config import parse_hf_config
-from mcore_rl.weights.lora.served import read_engine_adapter
 
 SET_UP = "mcore_rl.weight_sync.adapter.serving.serve_adapters"
 """Import path of what a scheduler calls before it begins, for servers that serve adapters."""
@@ -122,6 +121,9 @@ def serve_adapters(folders: Mapping[str, str], model_path: str) -> None:
         begin(self, *args, **options)
         SERVER.begin(self)
         if folders:
+            # Engines without files do without the packages that read them.
+            from mcore_rl.weights.lora.served_files import read_engine_adapter
+
             hf_config = parse_hf_config(Path(model_path))
             for name, folder in folders.items():
                 SERVER.install(name, 0, *read_engine_adapter(Path(folder), hf_config))

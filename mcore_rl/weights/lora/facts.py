@@ -103,6 +103,12 @@ def compute_scale(rank: int, alpha: float, rslora: bool) -> float:
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
+def spell_key(key: str) -> str:
+    """Return PEFT's name of the factor "<HF tensor>.A"."""
+    name, letter = key[:-2], key[-1]
+    return f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"
+
+
 def is_of_expert(name: str) -> bool:
     """Return whether an HF tensor belongs to one routed expert."""
     return ".experts." in name

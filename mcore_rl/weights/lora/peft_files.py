@@ -27,6 +27,7 @@ from mcore_rl.weights.lora.facts import (
     compute_scale,
     describe_base_difference,
     is_of_expert,
+    spell_key,
 )
 from mcore_rl.weights.lora.targets import list_linears, list_matrices, module_of
 from mcore_rl.weights.lora.whole import check_whole
@@ -87,12 +88,6 @@ class FactorFile:
     def read(self, key: str) -> Tensor:
         """Return a factor by "<HF tensor>.A" or "<HF tensor>.B"."""
         return self._file.get_tensor(spell_key(key))
-
-
-def spell_key(key: str) -> str:
-    """Return PEFT's name of the factor "<HF tensor>.A"."""
-    name, letter = key[:-2], key[-1]
-    return f"base_model.model.{name.removesuffix('.weight')}.lora_{letter}.weight"
 
 
 def is_peft(folder: Path) -> bool:

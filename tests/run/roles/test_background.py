@@ -215,6 +215,7 @@ def test_finished_samples_that_are_lost_are_drawn_again(loop: EventLoop) -> None
         client: Any = sampler.background._client
         client.is_lost = lambda s: id(s) in lost
         client.num_losses = 1
+        sampler.engine.version = 1
         sampler.background.resume(WeightVersion(1))
         samples, _, metrics = sampler.background.take(WeightVersion(1))
         assert metrics["rollout/lost"] == 4.0
@@ -244,6 +245,7 @@ def test_a_step_joins_its_scores_once_and_looks_for_losses_only_after_one(
             patch.setattr(Scores, "__post_init__", noted)
             for _ in range(20):
                 sampler.background._notify()
+            sampler.engine.version = 1
             sampler.background.resume(WeightVersion(1))
             _, scores, _ = sampler.background.take(WeightVersion(1))
         assert len(scores.rewards_N) == 32 and made.count(32) == 1

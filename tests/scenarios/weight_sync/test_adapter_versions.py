@@ -36,7 +36,8 @@ from tests.support.thread_engines import ThreadTrainers
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
-EXACT = 1e-5
+EXACT = 1e-4
+"""Rounding over 200 tokens reaches 1.3e-5; another version is off by more than 1e-2."""
 NUM_DRAWN = 200
 LORA = LoraConfig(
     rank=4,

@@ -7,7 +7,7 @@ import torch
 
 from mcore_rl.tools.doctor.toy_engine import TINY, Cut, Fault, column_cut, expert_cut, row_cut
 from mcore_rl.weight_sync.controller.sync import SyncError
-from mcore_rl.weights.lora.peft_files import spell_key
+from mcore_rl.weights.lora.facts import spell_key
 from mcore_rl.weights.lora.served import SERVED
 from tests.support.adapted_trainers import RANK, SCALE, make_factors
 from tests.support.thread_engines import ThreadEngine
