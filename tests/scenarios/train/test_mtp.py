@@ -55,7 +55,7 @@ FURTHER: list[Case] = [
     ("deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}, "none", COEF),
     ("deepseek_v3", {"pp": 2, "vpp": 2, "ep": 2}, "full", COEF),
     ("deepseek_v3", {"tp": 2, "cp": 2, "ep": 4}, "moe", COEF),
-    ("glm4_moe", {"tp": 2, "pp": 2, "ep": 2, "etp": 2}, "none", COEF),
+    ("glm4_moe", {"tp": 2, "pp": 2, "etp": 2}, "none", COEF),
     ("glm4_moe", {"cp": 2, "dp": 2}, "full", COEF),
 ]
 
