@@ -174,9 +174,13 @@ def _raise_if_ray_is_lost(*_: object) -> None:
     control service) is gone.
     """
     for child in psutil.Process().children():
-        if child.status() == psutil.STATUS_ZOMBIE and child.name() in watchdog.RAY_PROCESSES:
+        try:
+            status, name = child.status(), child.name()
+        except psutil.NoSuchProcess:
+            continue  # Another thread has just waited for it.
+        if status == psutil.STATUS_ZOMBIE and name in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise RayLostError(watchdog.describe_lost_ray(child.name()))
+            raise RayLostError(watchdog.describe_lost_ray(name))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from mcore_rl.cluster.environment import RAY_DEFAULTS
-from mcore_rl.cluster.session import open_ray_session
+from mcore_rl.cluster.session import _raise_if_ray_is_lost, open_ray_session
 from mcore_rl.cluster.worker_setup import FORKS
 from mcore_rl.config import ClusterConfig
 from mcore_rl.process.network import find_free_port
@@ -29,7 +29,7 @@ from pathlib import Path
 import ray
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import reserve
-from mcore_rl.cluster.session import open_ray_session
+from mcore_rl.cluster.session import _raise_if_ray_is_lost, open_ray_session
 from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import make_bundle
 
@@ -261,3 +261,15 @@ def test_ranks_of_a_joined_cluster_get_the_variables_of_the_controller(
     told = [line for line in joined.stderr.splitlines() if "instead of" in line]
     assert len(told) == 1, joined.stderr
     assert told[0].startswith("NCCL_IB_HCA is 'mlx5_0' instead of unset in rank 0 (trainer")
+
+
+def test_a_child_that_is_gone_while_children_are_looked_at_is_no_lost_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = subprocess.Popen(["true"])
+    child = psutil.Process(gone.pid)
+    gone.wait()
+    monkeypatch.setattr(psutil.Process, "children", lambda self: [child])
+    with pytest.raises(psutil.NoSuchProcess):
+        child.status()
+    _raise_if_ray_is_lost()
