@@ -9,9 +9,8 @@ version, as in syncs of weights.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from mcore_rl.weight_sync.controller.factor_sync import FactorSync
+from mcore_rl.weight_sync.controller.factor_sync import FactorSync, add_factors
 from mcore_rl.weight_sync.controller.strategy import StagedSync, SyncTarget
 from mcore_rl.weight_sync.controller.sync_report import EngineSyncResult
 from mcore_rl.weight_sync.wire import Report
@@ -23,16 +22,11 @@ class AdapterSync(FactorSync):
 
     kinds: tuple[Content, ...] = ("factors",)
 
-    async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
-        results: dict[str, EngineSyncResult] = {}
-        known = [target for target in targets if target.engine.factors is not None]
-        if known:
-            results |= await self._move_factors(version, known)
-        new = [target for target in targets if target.engine.factors is None]
-        if new:
-            moved = await StagedSync.run(self, version, new)
-            results |= {result.url: result for result in moved}
-        return [results[target.url] for target in targets]
+    async def _begin(
+        self, version: int, targets: Sequence[SyncTarget]
+    ) -> dict[str, EngineSyncResult]:
+        """Bring weights and factors, which `_swap_all` opens links for. Return url -> result."""
+        return {result.url: result for result in await StagedSync.run(self, version, targets)}
 
     async def _swap_all(
         self,
@@ -45,12 +39,8 @@ class AdapterSync(FactorSync):
         opened = {result.url: result for result in await self._open_links(version, served)}
         both: list[tuple[SyncTarget, EngineSyncResult]] = []
         for target, whole in staged:
-            result = whole
-            if target.url in opened:
-                own = opened[target.url]
-                num_bytes = whole.num_bytes + own.num_bytes
-                result = replace(whole, error=own.error, num_bytes=num_bytes)
-            both.append((target, result))
+            own = opened.get(target.url)
+            both.append((target, whole if own is None else add_factors(whole, own)))
         return await super()._swap_all(version, both, deadline_s)
 
     async def _send(

@@ -131,13 +131,18 @@ class FactorSync(StagedSync):
             results |= await self._move_factors(version, known)
         new = [target for target in targets if target.engine.factors is None]
         if new:
-            results |= {result.url: result for result in await super().run(version, new)}
-            served = [target for target in new if results[target.url].error is None]
-            for opened in await self._open_links(version, served):
-                whole = results[opened.url]
-                num_bytes = whole.num_bytes + opened.num_bytes
-                results[opened.url] = replace(whole, error=opened.error, num_bytes=num_bytes)
+            results |= await self._begin(version, new)
         return [results[target.url] for target in targets]
+
+    async def _begin(
+        self, version: int, targets: Sequence[SyncTarget]
+    ) -> dict[str, EngineSyncResult]:
+        """Bring all weights to engines that are linked anew, then factors. Return url -> result."""
+        results = {result.url: result for result in await super().run(version, targets)}
+        served = [target for target in targets if results[target.url].error is None]
+        for opened in await self._open_links(version, served):
+            results[opened.url] = add_factors(results[opened.url], opened)
+        return results
 
     async def _move_factors(
         self, version: int, targets: Sequence[SyncTarget]
@@ -285,3 +290,8 @@ async def _join(linker: EngineLinker, opening: _Opening, deadline_s: float) -> s
         opening.fail(str(error))
         return str(error)
     return None
+
+
+def add_factors(whole: EngineSyncResult, opened: EngineSyncResult) -> EngineSyncResult:
+    """Return the result of an engine's weights, `whole`, with that of its first factors."""
+    return replace(whole, error=opened.error, num_bytes=whole.num_bytes + opened.num_bytes)
