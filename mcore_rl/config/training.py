@@ -233,8 +233,8 @@ class TrainConfig(UpdatesConfig, group="train"):
     """Weight of a loss that teaches indexers of sparse attention which keys attention weighs most;
     0: they stay as they were loaded (docs/moe.md)."""
     mtp_loss: float = bounded(0.0, ge=0)
-    """Weight of a loss that teaches layers for multi-token prediction, by which engines speculate;
-    0: they are carried along as they were loaded (docs/mtp.md)."""
+    """Weight of a loss that teaches layers for multi-token prediction, which exports contain and
+    engines of the run do not use; 0: they are carried along as they were loaded (docs/mtp.md)."""
     router_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each micro-batch."""
     router_sequence_aux_loss_coef: float = bounded(0.0, ge=0)
