@@ -1,6 +1,7 @@
 """Names the files of a run's folder, holds its lock and finds its newest checkpoint.
 
 run.lock         locked while a command writes here; names the process that did last
+run.lease        the same for hosts that do not see one another's locks; its holder renews it
 logs/            controller.log, one file per rank and per engine
 config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name
@@ -42,6 +43,7 @@ from mcore_rl.process.disk import (
 )
 from mcore_rl.process.file_list import INCOMPLETE, MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, hold_lock
+from mcore_rl.process.lease import LeaseHeldError, hold_lease
 from mcore_rl.process.log_files import rotate
 from mcore_rl.process.redaction import RedactingFormatter
 
@@ -73,15 +75,18 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Create the folder and hold its lock for the block, so that no other command writes there.
 
-        Raises ValueError that names the process which holds the lock, or the folder if it cannot be
-        written to.
+        A process that was stopped for so long that another host's took the folder over ends at
+        once, with status 1. Raises ValueError that names the process which holds the lock, or the
+        folder if it cannot be written to.
         """
         with ExitStack() as stack:
             try:
                 with _refuse_run_dir(self.path):
                     self.path.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(hold_lock(self.path / "run.lock"))
-            except LockedError as error:
+                    is_locked = stack.enter_context(hold_lock(self.path / "run.lock"))
+                    lease = hold_lease(self.path / "run.lease", is_locked, _end_at_once)
+                    stack.enter_context(lease)
+            except (LockedError, LeaseHeldError) as error:
                 raise ValueError(
                     f"the run folder {self.path} is in use by {error.holder}: wait until that run"
                     " ends, stop it, or choose another run.dir"
@@ -206,6 +211,13 @@ def _is_counted(folder: Path) -> bool:
     if fault and folder.exists():
         _log.warning("%s: it is not a checkpoint and does not count", fault)
     return not fault
+
+
+def _end_at_once(reason: str) -> None:
+    """End this process before it writes anything more; its watchdog ends what it started."""
+    print(f"mcore-rl: {reason}: this process ends and writes nothing more", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 @contextmanager

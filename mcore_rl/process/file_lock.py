@@ -26,9 +26,17 @@ class LockedError(ValueError):
         self.holder = holder
 
 
+def describe_holder() -> str:
+    """Return this process, its host and the time in words."""
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} since {began}"
+
+
 @contextmanager
-def hold_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
+def hold_lock(path: Path, wait_s: float = 0.0) -> Iterator[bool]:
     """Create `path` and hold an exclusive lock on it until the block ends.
+
+    Yields whether the filesystem has locks, at least between the processes of one host.
 
     Raises LockedError if another process, or another call in this process, still holds the lock
     after `wait_s`. Raises ValueError if `path` is a link, because the linked file would be
@@ -40,8 +48,7 @@ def hold_lock(path: Path, wait_s: float = 0.0) -> Iterator[None]:
     """
     file = _LockFile(path)
     try:
-        file.lock(wait_s)
-        yield
+        yield file.lock(wait_s)
     finally:
         file.close()
 
@@ -58,19 +65,24 @@ class _LockFile:
             raise ValueError(f"{path} is a link, and a lock must be a file: remove it") from None
         _held.add(self)
 
-    def lock(self, wait_s: float) -> None:
+    def lock(self, wait_s: float) -> bool:
+        """Take the lock; return False if the filesystem has none."""
         until = time.monotonic() + wait_s
-        while not self._is_free():
-            if time.monotonic() >= until:
-                raise LockedError(self._path, self._read_holder())
-            time.sleep(POLL_S)
+        while True:
+            try:
+                is_locked = self._try()
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise LockedError(self._path, self._read_holder()) from None
+                time.sleep(POLL_S)
+            else:
+                self._sign()
+                return is_locked
 
-    def _is_free(self) -> bool:
-        """Take the lock; return False if another process holds it."""
+    def _try(self) -> bool:
+        """Take the lock; return False if there is none. Raises BlockingIOError if it is held."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
@@ -79,14 +91,15 @@ class _LockFile:
                 " Make sure that no other process uses this folder",
                 file=sys.stderr,
             )
-            return True
-        began = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"process {os.getpid()} on {socket.gethostname()} since {began}"
-        # The text only serves the message: a full disk must not cost the lock.
-        with contextlib.suppress(OSError):
+            return False
+        return True
+
+    def _sign(self) -> None:
+        """Write who holds the lock, which serves messages alone."""
+        holder = describe_holder()
+        with contextlib.suppress(OSError):  # a full disk must not cost the lock
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, holder.encode(), 0)
-        return True
 
     def close(self) -> None:
         """Close the descriptor, which drops the lock unless a copy of the descriptor is open."""

@@ -1,11 +1,14 @@
 """Run folders: what is kept where, and which checkpoint counts."""
 
+import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -115,32 +118,68 @@ def test_an_error_of_the_run_itself_is_not_taken_for_one_of_its_folder(tmp_path:
         raise FileNotFoundError("elsewhere")
 
 
-def test_a_second_process_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
-    source = (
-        "import sys, time\n"
-        "from mcore_rl.logs.run_folder import RunFolder\n"
-        "with RunFolder(sys.argv[1]).lock():\n"
-        "    print('locked', flush=True)\n"
-        "    time.sleep(60)\n"
-    )
+HOLDER = """
+import sys, time
+from mcore_rl.logs.run_folder import RunFolder
+
+with RunFolder(sys.argv[1]).lock():
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+ELSEWHERE = """
+import sys, time
+from pathlib import Path
+from mcore_rl.process import lease
+
+lease.read_boot_id = lambda: "another kernel"
+with lease.hold_lease(Path(sys.argv[1]) / "run.lease", True, print, beat_s=0.1):
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+"""A host whose locks do not count here."""
+
+
+@contextmanager
+def start_holder(source: str, folder: Path) -> Iterator[subprocess.Popen]:
     holder = subprocess.Popen(
-        [sys.executable, "-c", source, str(tmp_path)],
+        [sys.executable, "-c", source, str(folder)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path.cwd())},
     )
     try:
         assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
-        with pytest.raises(ValueError) as caught, RunFolder(tmp_path).lock():
-            pass
+        yield holder
     finally:
         holder.kill()
         holder.wait()
+
+
+@pytest.mark.parametrize("source", [HOLDER, ELSEWHERE], ids=["here", "elsewhere"])
+def test_a_second_process_is_refused_and_told_who_is_there(source: str, tmp_path: Path) -> None:
+    with start_holder(source, tmp_path) as holder:
+        with pytest.raises(ValueError) as caught, RunFolder(tmp_path).lock():
+            pass
+        if source == ELSEWHERE:  # whose death shows only after a minute without a beat
+            holder.send_signal(signal.SIGINT)
+            holder.wait(60)
     message = str(caught.value)
     where = re.escape(f"the run folder {tmp_path} is in use by process {holder.pid} on ")
     assert re.match(where + r"\S+ since .*: wait until that run ends, stop it, or choose", message)
     assert "\n" not in message
     with RunFolder(tmp_path).lock():
         pass
+
+
+def test_a_process_whose_folder_another_host_took_ends_at_once(tmp_path: Path) -> None:
+    lease = tmp_path / "run.lease"
+    with start_holder(HOLDER, tmp_path) as holder:
+        taken = json.loads(lease.read_text()) | {"mark": "m", "holder": "process 7 on other"}
+        lease.write_text(json.dumps(taken))
+        _, errors = holder.communicate(timeout=60)
+        assert holder.returncode == 1
+    assert f"{lease} was taken over by process 7 on other: this process ends" in errors.decode()
+    assert json.loads(lease.read_text()) == taken
 
 
 def test_errors_of_the_run_are_not_taken_for_the_lock(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_a_folder_in_use_is_refused(command: str, subfolder: str, tmp_path: Path
         _run(config, policy, command),
     ):
         raise AssertionError("the command began")
-    assert sorted(path.name for path in folder.iterdir()) == ["run.lock"], "something was written"
+    assert [path.name for path in folder.iterdir()] == ["run.lock"], "something was written"
 
 
 def play(config: Config) -> None:
