@@ -12,7 +12,7 @@ from typing import Any
 from mcore_rl.batches.rank_seconds import join_rank_steps
 from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import NoRoomError, list_placed, wait_for_room
+from mcore_rl.cluster.placement import NoRoomError, find_places, wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
 from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
 from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
@@ -166,7 +166,7 @@ class ModelGroup:
         assert self._build is not None and self._keepers is not None
         if self._min_dp is None:
             raise no_room
-        left = list_placed(self._slots)
+        left = find_places(self._slots)
         if len(left) == len(self._slots):
             return  # there has been room since
         try:

@@ -1,5 +1,6 @@
 """Lists the nodes of the joined Ray cluster, and waits for nodes to join."""
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ import ray
 from mcore_rl.cluster.node_agent.job import NAME_LABEL, ORDER_LABEL
 
 POLL_S = 0.5
+CONNECT_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,19 @@ class Node:
     name: str
     address: str
     gpus: int
+    port: int
+    """Of Ray's process on the node."""
+
+    def answers(self) -> bool:
+        """Return whether Ray's process there takes a connection.
+
+        Ray itself notices only after some seconds that a node is lost.
+        """
+        try:
+            with socket.create_connection((self.address, self.port), CONNECT_S):
+                return True
+        except OSError:
+            return False
 
 
 def list_alive_nodes() -> list[Node]:
@@ -32,6 +47,7 @@ def list_alive_nodes() -> list[Node]:
                 node["Labels"].get(NAME_LABEL, node["NodeName"]),
                 node["NodeManagerAddress"],
                 int(node["Resources"].get("GPU", 0)),
+                node["NodeManagerPort"],
             )
             for node in ray.nodes()
             if node["Alive"]

@@ -140,17 +140,21 @@ async def find_room(slots: Sequence[Slot], timeout_s: float) -> bool:
     return True
 
 
-def list_placed(slots: Sequence[Slot]) -> list[int]:
-    """Return the numbers of the slots whose bundles lie on living nodes."""
-    alive = {node.id for node in list_alive_nodes()}
+def find_places(slots: Sequence[Slot]) -> dict[int, str]:
+    """Return by slot the id of the node where its bundle lies; without those on lost nodes.
+
+    A node that does not answer counts as lost.
+    """
     groups = {slot.group.id: slot.group for slot in slots}
     tables = {key: placement_group_table(group) for key, group in groups.items()}
     nodes = [tables[slot.group.id]["bundles_to_node_id"][slot.bundle_index] for slot in slots]
-    return [number for number, node in enumerate(nodes) if node in alive]
+    used = [node for node in list_alive_nodes() if node.id in nodes]
+    alive = {node.id for node in used if node.answers()}
+    return {number: node for number, node in enumerate(nodes) if node in alive}
 
 
 def _are_placed(slots: Sequence[Slot]) -> bool:
-    return len(list_placed(slots)) == len(slots)
+    return len(find_places(slots)) == len(slots)
 
 
 def _make_slots(

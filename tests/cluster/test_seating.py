@@ -7,7 +7,7 @@ from mcore_rl.cluster.placement import report_placement
 from mcore_rl.planning.slots import RunSlots, Slot
 
 NO_GROUP: Any = None
-NODES = [Node(str(k), name, name, f"10.0.0.{k}", 8) for k, name in enumerate("abcd")]
+NODES = [Node(str(k), name, name, f"10.0.0.{k}", 8, 0) for k, name in enumerate("abcd")]
 
 
 def on(nodes: str) -> list[Slot]:
