@@ -16,6 +16,7 @@ the callback: logging's lock stays taken, and the request to stop is lost. So a 
 """
 
 import _thread
+import contextlib
 import math
 import os
 import signal
@@ -140,6 +141,7 @@ class _Stop:
     """
 
     is_requested: bool = False
+    is_told: bool = False
     is_terminated: bool = False
     may_interrupt: bool = False
     grace_s: float = 0.0
@@ -232,6 +234,24 @@ def _note(signum: int, frame: FrameType | None) -> None:
     """Handle SIGUSR1, also that of the timer which says that half of the grace is over."""
     if not _stop.is_requested:
         _stop.request()
-    elif _stop.may_interrupt and _stop.is_overdue:
+    elif _stop.is_overdue:
+        if not _stop.may_interrupt:
+            _tell_why_not()
+            return
         _stop.may_interrupt = False
         raise OverdueStopError
+
+
+def _tell_why_not() -> None:
+    """Say once on stderr why a request that is overdue does not end the run yet."""
+    if _stop.is_told:
+        return
+    _stop.is_told = True
+    told = (
+        "mcore-rl: half of run.grace_s is over since the request to stop, in a part of the step"
+        " that is not interrupted (training, a weight sync, a save): the run ends when its step is"
+        " saved\n"
+    )
+    # A signal handler must not write to a buffered stream that it may have interrupted.
+    with contextlib.suppress(OSError):
+        os.write(2, told.encode())

@@ -70,10 +70,17 @@ def test_a_request_from_before_the_loop_counts() -> None:
         wait()
 
 
-def test_training_goes_on_after_sigusr1_and_until_the_grace_ends_after_sigterm() -> None:
+def test_training_goes_on_after_sigusr1_and_until_the_grace_ends_after_sigterm(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with handle_stops(grace_s=0.2):
         os.kill(os.getpid(), SIGNAL)
+        wait(0.05)
+        assert capfd.readouterr().err == ""
         wait(0.4)
+        os.kill(os.getpid(), SIGNAL)
+        told = capfd.readouterr().err
+        assert told.count("half of run.grace_s is over since the request to stop") == 1
         began_s = time.monotonic()
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(TerminatedError) as raised:
