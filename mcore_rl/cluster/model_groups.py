@@ -4,10 +4,13 @@ A call passes one argument to each data-parallel coordinate, and returns the ans
 that own an output.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from ray.exceptions import RayError
 
 from mcore_rl.batches.rank_seconds import join_rank_steps
 from mcore_rl.cluster.answers import Answers, RankLostError
@@ -19,7 +22,7 @@ from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
 from mcore_rl.config import ParallelConfig
 from mcore_rl.config.deadlines import answer_s
 from mcore_rl.planning.slots import Slot
-from mcore_rl.planning.smaller_layout import NoLayoutError, SmallerLayout, choose_smaller
+from mcore_rl.planning.smaller_layout import NoLayoutError, PlacedLayout, choose_layout
 from mcore_rl.types import FailedSaves, LogprobOptions, StepStats, TokenScores
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.lora.places import Content
@@ -35,10 +38,10 @@ class _Build:
     timeout_s: float
     gpu_ids: Sequence[Sequence[str]]
 
-    def fit(self, smaller: SmallerLayout) -> "_Build":
-        """Return how the ranks of a smaller layout are built, on the GPUs that are left."""
-        gpu_ids = [self.gpu_ids[rank] for rank in smaller.places] if self.gpu_ids else ()
-        spec = replace(self.spec, parallel=smaller.parallel)
+    def fit(self, layout: PlacedLayout) -> "_Build":
+        """Return how the ranks of another layout are built, on the GPUs of their places."""
+        gpu_ids = [self.gpu_ids[rank] for rank in layout.places] if self.gpu_ids else ()
+        spec = replace(self.spec, parallel=layout.parallel)
         return replace(self, spec=spec, gpu_ids=gpu_ids)
 
 
@@ -67,15 +70,21 @@ class ModelGroup:
         runtime_envs   Ray's runtime environments, by rank
         stopped_s      how long a rank may be stopped within a call; None: until its deadline
         """
-        self._slots = slots
+        self._all_slots = self._slots = slots
+        """Those of the recipe's layout, and those of the ranks that go on."""
         self._start: Callable[[Sequence[Slot]], RankGroup] = lambda slots: RankGroup(
             self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s
         )
         self._group = self._start(slots)
+        self._whole: _Build | None = None
+        """How the ranks of the recipe's layout are built."""
         self._build: _Build | None = None
+        self._num_layouts = 1
+        self._kept_bytes = 0
+        """Those of the rank with the largest state."""
         self._min_dp: int | None = None
         self._earlier: list[EarlierRanks] = []
-        """Ranks of larger layouts, until the states of this one are kept twice."""
+        """Ranks of layouts before, until the states of this one are kept twice."""
         self._listeners: list[Callable[[ParallelConfig], None]] = []
         self._stores: SampleStores | None = None
         self._keepers: StateKeepers | None = None
@@ -95,14 +104,18 @@ class ModelGroup:
 
         `gpu_ids` has the GPU of each rank; if empty, ranks use the GPUs that Ray assigned.
         """
-        self._build = _Build(spec, timeout_s, gpu_ids)
+        self._whole = _Build(spec, timeout_s, gpu_ids)
+        self._start_build(self._whole)
+
+    def _start_build(self, build: _Build) -> None:
+        self._build = build
+        timeout_s = build.timeout_s
         address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
-        num_ranks = spec.parallel.world_size
-        gpus = gpu_ids or self._group.gpu_ids(timeout_s)
+        gpus = build.gpu_ids or self._group.gpu_ids(timeout_s)
         args = [
-            (spec, rank, address, port, gpus[rank], self._find_storage(rank))
-            for rank in range(num_ranks)
+            (build.spec, rank, address, port, gpus[rank], self._find_storage(rank))
+            for rank in range(build.spec.parallel.world_size)
         ]
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
 
@@ -122,7 +135,7 @@ class ModelGroup:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """The layout of the ranks, which may have become smaller."""
+        """The layout of the ranks, which may be smaller than the recipe's."""
         assert self._build is not None, "start_build comes first"
         return self._build.spec.parallel
 
@@ -135,7 +148,7 @@ class ModelGroup:
         self._min_dp = min_dp
 
     def tell_resized(self, listener: Callable[[ParallelConfig], None]) -> None:
-        """Have `listener` called with the new layout whenever it becomes smaller."""
+        """Have `listener` called with the new layout whenever it becomes another."""
         self._listeners.append(listener)
 
     def restart(self) -> None:
@@ -145,14 +158,81 @@ class ModelGroup:
         has room, they are fewer, as far as `let_shrink` allows. Raises RankError as a start does,
         and NoRoomError if there are too few ranks.
         """
-        assert self._build is not None, "start_build comes first"
         self._group.kill()
         try:
             wait_for_room(self._slots)
         except NoRoomError as no_room:
-            self._shrink(no_room)
+            self._fit_lost(no_room)
+        self._replace()
+
+    def find_larger(self) -> int:
+        """Return the data-parallel size that `grow` would give, that of now if there is no room.
+
+        Needs no call to ranks. A layout as large as the recipe's grows no more.
+        """
+        layout = self._choose_larger()
+        return self.dp_size if layout is None else layout.parallel.dp_size
+
+    def grow(self) -> None:
+        """Replace the processes by more of them, as many as have room, up to the recipe's.
+
+        The new ranks know the states that earlier ones kept, which must lie on partner nodes, too.
+        Raises RankError as a start does; `restart` then makes as many ranks as have room.
+        """
+        layout = self._choose_larger()
+        if layout is None:
+            return
+        self._group.kill()
+        self._change_to(layout)
+        self._replace()
+
+    def _choose_larger(self) -> PlacedLayout | None:
+        """Return the largest layout that has room; None if it is not larger than that of now."""
+        assert self._whole is not None, "start_build comes first"
+        whole = self._whole.spec.parallel
+        if self.dp_size == whole.dp_size or self._keepers is None:
+            return None
+        places = find_places(self._all_slots)
+        try:
+            layout = choose_layout(whole, places, self.dp_size + 1, self.sizes)
+            nodes = Counter(places[rank] for rank in layout.places)
+            # A rank of a larger layout has no larger state.
+            self._keepers.check_room({node: n * self._kept_bytes for node, n in nodes.items()})
+        except (NoLayoutError, NoMemoryError, RayError):  # of a node that is lost meanwhile
+            return None
+        return layout
+
+    def _fit_lost(self, no_room: NoRoomError) -> None:
+        """Choose the layout of the ranks that have a place. Raises NoRoomError if there is none."""
+        assert self._whole is not None and self._keepers is not None
+        if self._min_dp is None:
+            raise no_room
+        if len(find_places(self._slots)) == len(self._slots):
+            return  # there has been room since
+        places = find_places(self._all_slots)
+        try:
+            layout = choose_layout(self._whole.spec.parallel, places, self._min_dp, self.sizes)
+        except NoLayoutError as error:
+            raise NoRoomError(f"{no_room}; {error}") from error
+        self._change_to(layout)
+
+    def _change_to(self, layout: PlacedLayout) -> None:
+        """Have the next processes be those of `layout`, in its places."""
+        assert self._whole is not None and self._keepers is not None
+        replaced = EarlierRanks(self.parallel, self._names)
+        self._keepers.retire(replaced.names)
+        self._earlier.append(replaced)
+        self._num_layouts += 1
+        self._slots = [self._all_slots[rank] for rank in layout.places]
+        self._build = self._whole.fit(layout)
+        for listener in self._listeners:
+            listener(layout.parallel)
+
+    def _replace(self) -> None:
+        """Start the processes anew, and build the model; the ranks then know the kept states."""
+        assert self._build is not None, "start_build comes first"
         self._group = self._start(self._slots)
-        self.start_build(self._build.spec, self._build.timeout_s, self._build.gpu_ids)
+        self._start_build(self._build)
         self.wait_built()
         if self._stores is not None:
             self.connect_stores(self._stores)
@@ -161,33 +241,13 @@ class ModelGroup:
         elif self._keepers is not None:
             self._use_kept(self._keepers.find(self._locate()))
 
-    def _shrink(self, no_room: NoRoomError) -> None:
-        """Choose a smaller layout. Raises NoRoomError if there is none."""
-        assert self._build is not None and self._keepers is not None
-        if self._min_dp is None:
-            raise no_room
-        left = find_places(self._slots)
-        if len(left) == len(self._slots):
-            return  # there has been room since
-        try:
-            smaller = choose_smaller(self.parallel, left, self._min_dp, self.sizes)
-        except NoLayoutError as error:
-            raise NoRoomError(f"{no_room}; {error}") from error
-        replaced = EarlierRanks(self.parallel, tuple(map(self._name, range(self.world_size))))
-        self._keepers.retire(replaced.names)
-        self._earlier.append(replaced)
-        self._slots = [self._slots[rank] for rank in smaller.places]
-        self._build = self._build.fit(smaller)
-        for listener in self._listeners:
-            listener(smaller.parallel)
-
     def _take_over(self) -> None:
-        """Have the ranks compose their copies of those of the ranks of a larger layout."""
+        """Have the ranks compose their copies of those of the ranks of another layout."""
         assert self._keepers is not None
         try:
             self.keep_in(self._keepers)
         except NoMemoryError as error:
-            raise NoRoomError(f"{error}, besides those of the larger layout") from error
+            raise NoRoomError(f"{error}, besides those of the layout before") from error
         nodes = list(self._locate().values())
         ranks = NewRanks(self.parallel, nodes, self._call("read_kept_index"))
         for copies in take_over(self._earlier, ranks, self._keepers, self._call_each):
@@ -197,12 +257,12 @@ class ModelGroup:
         """Reserve memory for the copies of each rank's state."""
         self._keepers = keepers
         sizes = self._call("count_kept_bytes")
-        named = {self._name(k): size for k, size in enumerate(sizes)}
+        self._kept_bytes = max(sizes)
+        named = dict(zip(self._names, sizes, strict=True))
         self._use_kept(keepers.reserve(named, self._locate()))
 
     def _use_kept(self, paths: Mapping[str, Sequence[str]]) -> None:
-        arguments = [(paths[self._name(k)],) for k in range(self.world_size)]
-        self._call_each("use_kept_memory", arguments)
+        self._call_each("use_kept_memory", [(paths[name],) for name in self._names])
 
     def list_nodes(self) -> list[str]:
         """Return Ray's ids of the nodes with ranks."""
@@ -211,10 +271,14 @@ class ModelGroup:
     def _locate(self) -> dict[str, str]:
         """Return the node of each rank by the rank's name."""
         nodes = self._group.find_nodes(self._answer_s)
-        return {self._name(k): node for k, node in enumerate(nodes)}
+        return dict(zip(self._names, nodes, strict=True))
 
-    def _name(self, rank: int) -> str:
-        return f"{self.role}{rank}of{self.world_size}"
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """Names of the ranks, which those of no other layout have."""
+        return tuple(
+            f"{self.role}{rank}.{self._num_layouts}" for rank in range(self.parallel.world_size)
+        )
 
     def keep_state(self, step: int) -> int:
         """Have each rank copy its state after `step`; return the bytes of all.
@@ -233,7 +297,7 @@ class ModelGroup:
     def _mirror(self, copies: Sequence[int]) -> None:
         """Begin to copy states to partner nodes; `copies`: the number of the copy, by rank."""
         assert self._keepers is not None
-        self._keepers.mirror({self._name(rank): copy for rank, copy in enumerate(copies)})
+        self._keepers.mirror(dict(zip(self._names, copies, strict=True)))
 
     def find_kept_steps(self) -> set[int]:
         """Return the steps whose states are whole in the memory of every rank."""

@@ -7,9 +7,10 @@
 Where all ranks are on the controller's machine, the controller is the keeper and there is no
 partner: a rank that dies leaves its state behind. With several nodes each has a process as its
 keeper, and a state that was lost with its node comes back from the partner. Ranks that others
-replace in a smaller layout are retired: their copies are read, until those of the others are whole.
+replace in another layout are retired: their copies are read, until those of the others are whole.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -123,8 +124,10 @@ class StateKeepers:
         Raises NoMemoryError if a node has too little memory for them, and for those of its partner.
         """
         self._places |= {name: _Place(size, nodes[name]) for name, size in sizes.items()}
-        for node in sorted(set(nodes.values())):
-            self._check_room(node)
+        own: dict[str, int] = defaultdict(int)
+        for place in self._places.values():
+            own[place.node] += place.num_bytes
+        self.check_room({node: own[node] for node in sorted(set(nodes.values()))})
         return {name: self._reserve_on(nodes[name], name, size) for name, size in sizes.items()}
 
     def mirror(self, copies: Mapping[str, int]) -> None:
@@ -257,20 +260,27 @@ class StateKeepers:
         keeper = self._keeper(source)
         return self._keeper(target).pull.remote(keeper, piece, size, self._timeout_s)
 
-    def _check_room(self, node: str) -> None:
-        held = 1 if self._is_alone else 2  # the partner's ranks have states of about the same size
-        own = [place.num_bytes for place in self._places.values() if place.node == node]
-        needed = NUM_COPIES * held * sum(own)
+    def check_room(self, sizes: Mapping[str, int]) -> None:
+        """Raise NoMemoryError if a node has too little memory for states of so many bytes.
+
+        sizes   by node, the bytes of its ranks' states, of which there are NUM_COPIES; a partner's
+                ranks have states of about the same size
+        """
+        held = 1 if self._is_alone else 2
+        for node, num_bytes in sizes.items():
+            needed = NUM_COPIES * held * num_bytes
+            free = self._count_free(node)
+            if needed > free:
+                raise NoMemoryError(
+                    f"the states of the ranks of a node take {needed / GIB:.1f} GiB of host memory,"
+                    f" and {free / GIB:.1f} GiB are free"
+                )
+
+    def _count_free(self, node: str) -> int:
         if self._is_alone:
-            free = self._own.count_free_bytes()
-        else:
-            count: Any = self._keeper(node).count_free_bytes.remote()
-            free = int(ray.get(count, timeout=self._timeout_s))
-        if needed > free:
-            raise NoMemoryError(
-                f"the states of the ranks of a node take {needed / GIB:.1f} GiB of host memory,"
-                f" and {free / GIB:.1f} GiB are free"
-            )
+            return self._own.count_free_bytes()
+        count: Any = self._keeper(node).count_free_bytes.remote()
+        return int(ray.get(count, timeout=self._timeout_s))
 
     def _reserve_on(self, node: str, name: str, num_bytes: int) -> list[str]:
         pieces = [_piece(name, k) for k in range(NUM_COPIES)]

@@ -1,4 +1,4 @@
-"""Has the ranks of a smaller layout take over the states of all earlier ranks, lost ones included.
+"""Has the ranks of another layout take over the states of all earlier ranks, lost ones included.
 
 earlier ranks' copies           on the node of rank x              rank x
 on their nodes and partners --> those that x needs, by the --> composes its own copy,
@@ -18,7 +18,7 @@ from mcore_rl.process.kept_memory import NUM_COPIES
 
 @dataclass(frozen=True)
 class EarlierRanks:
-    """Ranks that those of a smaller layout replace: their layout, and their names by rank."""
+    """Ranks that those of another layout replace: their layout, and their names by rank."""
 
     parallel: ParallelConfig
     names: tuple[str, ...]
@@ -26,7 +26,7 @@ class EarlierRanks:
 
 @dataclass(frozen=True)
 class NewRanks:
-    """The ranks of the smaller layout; by rank, their nodes and the indexes of their copies."""
+    """The ranks of the new layout; by rank, their nodes and the indexes of their copies."""
 
     parallel: ParallelConfig
     nodes: Sequence[str]

@@ -22,7 +22,8 @@ class RecoveryConfig(Options, group="run.recovery"):
     256 ranks of trainer and critic. 0: as partner=none."""
     min_dp: int | None = bounded(None, ge=1)
     """If a node is lost and no other one has room for its ranks: the smallest data-parallel size
-    with which trainer and critic go on, each rank with more of the batch. None: the run ends."""
+    with which trainer and critic go on, each rank with more of the batch, until nodes have room for
+    more ranks again. None: the run ends."""
 
     @property
     def is_used(self) -> bool:

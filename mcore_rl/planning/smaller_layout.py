@@ -1,4 +1,4 @@
-"""Chooses the smaller data-parallel layout in which a model goes on once nodes are lost for good.
+"""Chooses the data-parallel layout in which a model goes on once nodes are lost, or come back.
 
     dp 3, pp 2; a letter is a block: the tp * cp ranks      b and f are lost      dp 2, pp 2
     of a data-parallel coordinate in a pipeline stage
@@ -16,23 +16,25 @@ from mcore_rl.config import ParallelConfig
 
 
 class NoLayoutError(ValueError):
-    """No smaller layout is legal with the ranks that are left."""
+    """No layout is legal with the ranks that have a place."""
 
 
 @dataclass(frozen=True)
-class SmallerLayout:
-    """A layout, and by its ranks the earlier ranks whose places they take."""
+class PlacedLayout:
+    """A layout, and by its ranks those of the recipe's layout whose places they take."""
 
     parallel: ParallelConfig
     places: tuple[int, ...]
 
 
-def choose_smaller(
+def choose_layout(
     parallel: ParallelConfig, left: Collection[int], min_dp: int, group: str
-) -> SmallerLayout:
+) -> PlacedLayout:
     """Return the layout of the largest data-parallel size that the ranks `left` can form.
 
-    group   of the sizes: "parallel" or "critic.parallel"
+    parallel   the layout of the recipe, which is never exceeded
+    left       those of its ranks that have a place
+    group      of the sizes: "parallel" or "critic.parallel"
     Raises NoLayoutError, which says why no size from `min_dp` on is possible.
     """
     blocks = _list_blocks(parallel, left)
@@ -53,18 +55,20 @@ def choose_smaller(
         while len(of_stage) < legal.dp_size:
             of_stage.append(spare.pop(0))
     places = (rank for of_stage in taken for block in of_stage for rank in block)
-    return SmallerLayout(legal, tuple(places))
+    return PlacedLayout(legal, tuple(places))
 
 
 def find_namesake(earlier: ParallelConfig, parallel: ParallelConfig, rank: int) -> int:
-    """Return the earlier rank with the coordinates of `rank` in the layout `parallel`.
+    """Return an earlier rank with the coordinates of `rank` in the layout `parallel`.
 
-    Ranks are numbered by tensor, context, data and pipeline parallelism, as megatron-core does.
+    If the earlier layout is the smaller one, this is a rank with the same expert-parallel
+    coordinate, as ep * etp divides tp * cp * dp. Ranks are numbered by tensor, context, data and
+    pipeline parallelism, as megatron-core does.
     """
     block = parallel.tp * parallel.cp
     dp, within = divmod(rank % (block * parallel.dp_size), block)
     stage = rank // (block * parallel.dp_size)
-    return (stage * earlier.dp_size + dp) * block + within
+    return (stage * earlier.dp_size + dp % earlier.dp_size) * block + within
 
 
 def _list_blocks(parallel: ParallelConfig, left: Collection[int]) -> list[list[range]]:

@@ -1,4 +1,4 @@
-"""Ranks of lost nodes are left out, and the others take over their states, twice in a row."""
+"""Ranks of lost nodes are left out, come back with a node, and states go to whom they belong."""
 
 import time
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def add_to_state(number: int) -> bytes:
     return bytes(value + number for value in STATE)
 
 
-def test_fewer_ranks_take_over_all_states(
+def test_ranks_become_fewer_and_more_with_all_states(
     cluster: Cluster, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "ROOM_S", 2.0)
@@ -94,6 +94,7 @@ def test_fewer_ranks_take_over_all_states(
             keepers.settle()
             group.train(step)
         keepers.settle()
+        assert group.find_larger() == 3
         lose_node_of(cluster, group, 1)
         group.restart()
         assert (group.dp_size, group.world_size, layouts) == (2, 2, [2])
@@ -102,11 +103,25 @@ def test_fewer_ranks_take_over_all_states(
         assert group.read() == add_to_state(2)
         group.train(3)
         keepers.settle()
-        lose_node_of(cluster, group, 0)
-        group.restart()
-        assert layouts == [2, 1]
+        assert group.find_larger() == 2
+        cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        until_s = time.monotonic() + 120
+        while group.find_larger() < 3:
+            assert time.monotonic() < until_s, "Ray does not give the new node to the run"
+            time.sleep(0.5)
+        group.grow()
+        assert (group.dp_size, group.world_size, layouts) == (3, 3, [2, 3])
+        assert group.find_kept_steps() == {2, 3}
         group.restore_state(3)
         assert group.read() == add_to_state(3)
+        group.train(4)
+        keepers.settle()
         lose_node_of(cluster, group, 0)
-        with pytest.raises(NoRoomError, match=r"no node has had room .*0 of 1 ranks are left"):
+        group.restart()
+        assert layouts == [2, 3, 2]
+        group.restore_state(4)
+        assert group.read() == add_to_state(4)
+        group.let_shrink(2)
+        lose_node_of(cluster, group, 0)
+        with pytest.raises(NoRoomError, match=r"no node has had room .*1 of 3 ranks are left"):
             group.restart()

@@ -5,18 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.planning.smaller_layout import NoLayoutError, choose_smaller, find_namesake
+from mcore_rl.planning.smaller_layout import NoLayoutError, choose_layout, find_namesake
 
 
 def choose(parallel: ParallelConfig, *lost: int, min_dp: int = 1) -> tuple[int, tuple[int, ...]]:
     left = set(range(parallel.world_size)) - set(lost)
-    smaller = choose_smaller(parallel, left, min_dp, "parallel")
+    smaller = choose_layout(parallel, left, min_dp, "parallel")
     return smaller.parallel.dp_size, smaller.places
 
 
 @pytest.mark.parametrize(
     ("parallel", "lost", "dp", "places"),
     [
+        (ParallelConfig(dp=2), (), 2, (0, 1)),
         (ParallelConfig(dp=2), (0,), 1, (1,)),
         (ParallelConfig(dp=4), (1,), 3, (0, 2, 3)),
         (ParallelConfig(dp=4), (1, 2), 2, (0, 3)),
@@ -70,7 +71,7 @@ def test_blocks_stay_whole_and_each_rank_takes_one_place(
         k for k in range(0, parallel.world_size, block) if left.issuperset(range(k, k + block))
     ]
     try:
-        smaller = choose_smaller(parallel, left, 1, "parallel")
+        smaller = choose_layout(parallel, left, 1, "parallel")
     except NoLayoutError:
         assert len(whole) < parallel.pp
         return
@@ -87,3 +88,12 @@ def test_a_namesake_has_the_same_coordinates() -> None:
     earlier, smaller = ParallelConfig(tp=2, pp=2, dp=3), ParallelConfig(tp=2, pp=2, dp=2)
     found = [find_namesake(earlier, smaller, rank) for rank in range(smaller.world_size)]
     assert found == [0, 1, 2, 3, 6, 7, 8, 9]
+
+
+def test_a_namesake_in_a_smaller_layout_has_the_same_experts() -> None:
+    earlier, larger = ParallelConfig(tp=2, ep=2, dp=1), ParallelConfig(tp=2, ep=2, dp=3)
+    found = [find_namesake(earlier, larger, rank) for rank in range(larger.world_size)]
+    assert found == [0, 1, 0, 1, 0, 1]
+    stages = ParallelConfig(pp=2, ep=2, dp=2), ParallelConfig(pp=2, ep=2, dp=4)
+    found = [find_namesake(*stages, rank) for rank in range(8)]
+    assert found == [0, 1, 0, 1, 2, 3, 2, 3]

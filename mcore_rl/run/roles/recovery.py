@@ -5,8 +5,9 @@
     -> the work is done again
 
 So the run goes on as if nothing had happened, bit for bit. Where the ranks of a lost node find no
-room, run.recovery.min_dp lets fewer ranks go on. An error of a rank's program ends the run: it
-would come again. Where an error may be of the GPU or of the program, this is tried once.
+room, run.recovery.min_dp lets fewer ranks go on, until there is room for more at the beginning of
+two steps in a row. An error of a rank's program ends the run: it would come again. Where an error
+may be of the GPU or of the program, this is tried once.
 """
 
 import logging
@@ -48,6 +49,10 @@ class KeptModel(Protocol):
     def find_loss(self, wait_s: float) -> RankLostError | None: ...
 
     def restart(self) -> None: ...
+
+    def find_larger(self) -> int: ...
+
+    def grow(self) -> None: ...
 
     def keep_state(self, step: int) -> int: ...
 
@@ -105,6 +110,8 @@ class RankRecovery:
         self._num_recovered = 0
         self._num_in_row = 0
         """Recoveries since a step was trained."""
+        self._larger: dict[str, int] = {}
+        """By role, the data-parallel size that there was room for when the last step began."""
         self._doubted: RankLostError | None = None
         """An error since the last work that succeeded, of a GPU or of the program."""
         self._keep(start_step)
@@ -113,6 +120,7 @@ class RankRecovery:
     def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
         def train_and_keep() -> tuple[T, Mapping[str, float]]:
             self._of.settle()
+            self._maybe_grow()
             trained = work()
             return trained, self._keep(step)
 
@@ -233,12 +241,51 @@ class RankRecovery:
     def _restart(self, model: KeptModel) -> None:
         before = model.dp_size
         model.restart()
+        self._larger = {}
         if model.dp_size < before:
             _tell(
                 f"{model.role}: dp {before} -> {model.dp_size}, as no node has room for the ranks"
                 " of a lost one; each rank trains on more of the batch"
             )
         self._of.prepare(model.role)
+
+    def _maybe_grow(self) -> None:
+        """Have a model take more ranks, once there was room for them when two steps began.
+
+        Kept states must lie on partner nodes, too. While a checkpoint is written, nothing changes.
+        """
+        if self._is_saving():
+            return
+        larger = {model.role: model.find_larger() for model in self._of.models}
+        before, self._larger = self._larger, larger
+        for model in self._of.models:
+            if model.dp_size < larger[model.role] == before.get(model.role):
+                self._grow(model)
+
+    def _grow(self, model: KeptModel) -> None:
+        """Replace the ranks of a model by more of them, with the state that it has now."""
+        of = self._of
+        began_s, before = now_s(), model.dp_size
+        of.forget_links()
+        of.gpus.forget([model.role])
+
+        def grow() -> None:
+            model.grow()
+            of.prepare(model.role)
+
+        of.gpus.replace(model.role, grow)
+        of.gpus.load(model.role, ALL)
+        model.restore_state(self._trained.step)
+        _tell(
+            f"{model.role}: dp {before} -> {model.dp_size} in {now_s() - began_s:.1f} s, as nodes"
+            " have room for more ranks again"
+        )
+
+    def _is_saving(self) -> bool:
+        """Return whether ranks may be writing the last checkpoint that was begun."""
+        if self._save is None or self._of.folder.is_saved(self._save[0]):
+            return False
+        return self._save[0] not in self._of.folder.failed_saves
 
     def _save_again(self, step: int) -> None:
         """Save once more what the lost ranks had begun to save, if that is still possible."""

@@ -108,7 +108,7 @@ class Packing:
         return Packing(parallel.dp_size, multiple_of, max_tokens, train.share_prefixes, flops)
 
     def fit(self, parallel: ParallelConfig) -> "Packing":
-        """Return the packing for ranks that go on in this smaller layout."""
+        """Return the packing for ranks that go on in this layout."""
         return replace(self, dp_size=parallel.dp_size)
 
     def plan(self, batch: TrainBatch) -> Plan:
@@ -197,7 +197,7 @@ class PackedTrainer(Generic[Batch, Share, Values]):
         """
 
     def fit(self, parallel: ParallelConfig) -> None:
-        """Pack for ranks that go on in this smaller layout, and count the speed of as many."""
+        """Pack for ranks that go on in this layout, and count the speed of as many."""
         self._packing = self._packing.fit(parallel)
         if self._speed is not None:
             self._speed = replace(self._speed, num_ranks=parallel.world_size)
@@ -307,7 +307,7 @@ class PackedCritic:
         self._skipped = skipped or SkippedSteps(folder, "critic", 0)
 
     def fit(self, parallel: ParallelConfig) -> None:
-        """Pack for ranks that go on in this smaller layout."""
+        """Pack for ranks that go on in this layout."""
         self._packing = self._packing.fit(parallel)
 
     def compute_values(self, batch: StoredBatch) -> StoredColumn:

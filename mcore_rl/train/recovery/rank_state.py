@@ -11,7 +11,7 @@ Two generations alternate, so that a rank that dies within a copy has the one be
 
 The header is cleared before the first byte of a new copy is written, and written after the last.
 So a rank that dies in between leaves no copy, and never a mixture of two. By the index
-(process/kept_copies.py) ranks of a smaller layout compose their copies of those of earlier ranks.
+(process/kept_copies.py) ranks of another layout compose their copies of those of earlier ranks.
 """
 
 import io

@@ -27,6 +27,8 @@ class NumberModel:
         self.dp_size = 4
         self.num_spare = 9
         """Replacements to be had; without one, a restart makes the model smaller."""
+        self.larger_dp = 0
+        """The size that there is room for again."""
         self._loss: RankLostError | None = None
 
     def train(self, step: int) -> int:
@@ -53,6 +55,13 @@ class NumberModel:
         self.num_spare -= 1
         self.dp_size -= self.num_spare < 0
         self._loss = None
+        self.number = 1
+
+    def find_larger(self) -> int:
+        return max(self.dp_size, self.larger_dp)
+
+    def grow(self) -> None:
+        self.dp_size = self.find_larger()
         self.number = 1
 
     def keep_state(self, step: int) -> int:
@@ -163,6 +172,55 @@ def test_a_model_that_becomes_smaller_is_told_of(
     assert "dp 4" not in caplog.text
     assert train(2)["recovery/dp"] == 3.0
     assert "trainer: dp 4 -> 3, as no node has room" in caplog.text
+
+
+def test_a_model_grows_once_there_is_room_at_two_steps_in_a_row(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = undisturbed(tmp_path, 6)
+    scene = Scene(tmp_path)
+    scene.trainer.num_spare = 0
+    sizes = []
+    for step in range(1, 7):
+        scene.trainer.larger_dp = 4 if step in (2, 4, 5, 6) else 0
+        if step == 1:
+            scene.trainer.die()
+        assert scene.train(step) == wanted[step - 1]
+        sizes.append(scene.trainer.dp_size)
+    assert sizes == [3, 3, 3, 3, 4, 4]
+    assert caplog.text.count("trainer: dp 3 -> 4 in ") == 1
+    assert scene.trainer.num_restarts == 1 and scene.critic.num_restarts == 0
+    assert scene.calls == ["forget links", "prepare trainer"] * 2
+
+
+def test_a_model_does_not_grow_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.trainer.larger_dp = 5
+    scene.recovery.save(0, lambda: None)
+    for step in (1, 2, 3):
+        scene.train(step)
+    assert scene.trainer.dp_size == 4
+    scene.folder.failed_saves[0] = "no space"
+    for step in (4, 5):
+        scene.train(step)
+    assert scene.trainer.dp_size == 5
+
+
+def test_a_loss_while_a_model_grows_is_recovered(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path, 3)
+    scene = Scene(tmp_path)
+    scene.trainer.larger_dp = 5
+    die = once(scene.trainer.die)
+    grow = scene.trainer.grow
+
+    def grow_and_die() -> None:
+        grow()
+        die()
+        scene.trainer.check()
+
+    scene.trainer.grow = grow_and_die  # pyright: ignore[reportAttributeAccessIssue]
+    assert [scene.train(step) for step in (1, 2, 3)] == wanted
+    assert scene.trainer.num_restarts == 1
 
 
 def test_work_after_a_step_finds_its_state(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Fewer data-parallel ranks go on from the states that more of them kept, lost ones included."""
+"""Fewer or more data-parallel ranks go on from the states that others kept, lost ones included."""
 
 from pathlib import Path
 from typing import Any
@@ -119,14 +119,29 @@ def reserve(memory: KeptMemory, name: str, layout: Layout) -> list[list[str]]:
     [
         ({"dp": 2}, {"dp": 1}, "bfloat16", ADAM),
         ({"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 2, "dp": 1}, "float32", ADAM),
+        ({"dp": 1}, {"dp": 2}, "bfloat16", ADAM),
+        pytest.param(
+            {"tp": 2, "ep": 2, "dp": 1},
+            {"tp": 2, "ep": 2, "dp": 2},
+            "float32",
+            ADAM,
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"dp": 3}, {"dp": 2}, "float32", MUON, marks=pytest.mark.slow),
         pytest.param(
             {"dp": 2, "pp": 2}, {"dp": 1, "pp": 2}, "float32", ADAM, marks=pytest.mark.slow
         ),
     ],
-    ids=["dp2-1", "tp2-ep2-dp2-1", "dp3-2-muon", "pp2-dp2-1"],
+    ids=[
+        "dp2-1",
+        "tp2-ep2-dp2-1",
+        "dp1-2",
+        "tp2-ep2-dp1-2",
+        "dp3-2-muon",
+        "pp2-dp2-1",
+    ],
 )
-def test_a_smaller_layout_does_the_step_again(
+def test_another_layout_does_the_step_again(
     model_dir: str,
     tmp_path: Path,
     earlier: Layout,
