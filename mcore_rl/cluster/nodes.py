@@ -23,7 +23,7 @@ class Node:
     address: str
     gpus: int
     port: int
-    """Of Ray's process on the node."""
+    """The port of Ray's process on the node."""
 
     def answers(self) -> bool:
         """Return whether Ray's process there takes a connection.

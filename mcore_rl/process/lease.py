@@ -41,7 +41,7 @@ class LeaseHeldError(ValueError):
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the file says: the holder in words, its kernel and its own mark, and a count."""
+    """The content of the file: the holder in words, its kernel and its own mark, and a count."""
 
     holder: str
     kernel: str
