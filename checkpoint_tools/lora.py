@@ -3,13 +3,16 @@
     <run.dir>/checkpoints/step_...  --to-hf --lora--> PEFT's folder --merge-lora--> HuggingFace
                                     ------------------merge-lora------------------>  directory
 
+A critic's checkpoint has its value head beside its factors, and becomes a critic's directory.
+
 Peak memory: the factors, and the tensors of one file of the result.
 """
 
 import io
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,6 +24,7 @@ from checkpoint_tools.staging import PARTIAL, refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from checkpoint_tools.torch_dist import is_torch_dist, open_torch_dist
 from mcore_rl.process.disk import rename_whole
+from mcore_rl.weights.box import Shard
 from mcore_rl.weights.hf.checksums import ByteSpan, sum_ranges
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import (
@@ -43,9 +47,19 @@ from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_matrices
 from mcore_rl.weights.lora.whole import check_whole
 from mcore_rl.weights.models import hf_tensor_shapes
+from mcore_rl.weights.models.value_head import SCORE, VALUE_HEAD, add_value_head
 
 Factors = Mapping[str, Tensor]
 """Factors by "<HF tensor>.A" and "<HF tensor>.B"."""
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """Factors to add to a base. `head`: the value head that takes the place of an output layer."""
+
+    scale: float
+    factors: Factors
+    head: Tensor | None = None
 
 
 def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path) -> str:
@@ -55,7 +69,12 @@ def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path) -> str:
     """
     refuse_existing(out)
     config = read_config(source_hf)
-    facts, factors = _read_checkpoint(checkpoint)
+    facts, factors, head = _read_checkpoint(checkpoint)
+    if head is not None:
+        raise ValueError(
+            f"{checkpoint} is a critic's, with a value head, for which an adapter of a language"
+            " model has no place: mcore-rl-ckpt merge-lora writes the critic"
+        )
     _refuse_other_base(checkpoint, facts.base, source_hf)
     staging = _make_staging(out)
     write_peft(staging, facts, config, factors)
@@ -82,8 +101,10 @@ def merge_lora(
     begun = time.monotonic()
     refuse_existing(out)
     read_config(source_hf)
-    facts = ModelFacts.read(source_hf)
-    scale, factors = _read_any(adapter, facts)
+    source = facts = ModelFacts.read(source_hf)
+    added = _read_any(adapter, facts)
+    if added.head is not None:
+        facts = ModelFacts(facts.path, add_value_head(facts.config))
     to = dtype or find_dtype(facts.config, {})
     files = plan_export(
         hf_tensor_shapes(facts.config), facts.family.dtypes(facts.config, to), 1, max_file_bytes
@@ -92,32 +113,43 @@ def merge_lora(
     sums = {}
     for file in files:
         tensors = make_empty_tensors(file.shards)
-        load_into(file.shards, tensors, facts)
-        for name, weight in tensors.items():
-            if f"{name}.A" in factors:
-                add_product(weight, factors[f"{name}.A"], factors[f"{name}.B"], scale)
+        _fill(tensors, file.shards, source, added)
         sums[file.filename] = write_export_file(staging, file, tensors)
     carried = write_carried(source_hf, staging, facts.config, max_file_bytes)
     commit_export(staging, files, facts.config, to, source_hf, carried, sums)
     rename_whole(staging, out)
     seconds = time.monotonic() - begun
-    return f"{out}: {len(factors) // 2} matrices with factors merged in {seconds:.1f} s"
+    return f"{out}: {len(added.factors) // 2} matrices with factors merged in {seconds:.1f} s"
 
 
-def _read_any(adapter: Path, base: ModelFacts) -> tuple[float, Factors]:
-    """Return scale and factors of an adapter that belongs to `base`."""
+def _fill(
+    tensors: Mapping[str, Tensor], shards: Sequence[Shard], source: ModelFacts, added: _Adapter
+) -> None:
+    """Set whole tensors to those of the source with what an adapter adds to them."""
+    if added.head is not None and SCORE in tensors:
+        tensors[SCORE].copy_(added.head)
+        shards = [shard for shard in shards if shard.box.name != SCORE]
+    load_into(shards, tensors, source)
+    for name, weight in tensors.items():
+        if f"{name}.A" in added.factors:
+            first, second = added.factors[f"{name}.A"], added.factors[f"{name}.B"]
+            add_product(weight, first, second, added.scale)
+
+
+def _read_any(adapter: Path, base: ModelFacts) -> _Adapter:
+    """Return an adapter that belongs to `base`."""
     if is_peft(adapter):
         peft = read_peft(adapter)
         if peft.base:
             _refuse_other_base(adapter, peft.base, base.path)
         _check_places(adapter, peft.shapes, peft.rank, base)
         with peft.open() as file:
-            return peft.scale, {key: file.read(key) for key in peft.shapes}
-    facts, factors = _read_checkpoint(adapter)
+            return _Adapter(peft.scale, {key: file.read(key) for key in peft.shapes})
+    facts, factors, head = _read_checkpoint(adapter)
     _refuse_other_base(adapter, facts.base, base.path)
     shapes = {key: tuple(factor.shape) for key, factor in factors.items()}
     check_whole(shapes, facts.list_factor_shapes(base.config), adapter)
-    return facts.scale, factors
+    return _Adapter(facts.scale, factors, head)
 
 
 def _check_places(
@@ -139,8 +171,11 @@ def _refuse_other_base(adapter: Path, base: str, source_hf: Path) -> None:
         raise ValueError(describe_base_difference(str(adapter), base, own, str(source_hf)))
 
 
-def _read_checkpoint(folder: Path) -> tuple[AdapterFacts, Factors]:
-    """Return facts and factors of a run's checkpoint. Raises ValueError if it holds weights."""
+def _read_checkpoint(folder: Path) -> tuple[AdapterFacts, Factors, Tensor | None]:
+    """Return facts, factors and a critic's value head of a run's checkpoint.
+
+    Raises ValueError if it holds weights.
+    """
     if not folder.is_dir() or not is_torch_dist(folder):
         raise ValueError(
             f"{folder} holds no adapter: name a checkpoint of a run with train.lora.rank, or a"
@@ -157,7 +192,8 @@ def _read_checkpoint(folder: Path) -> tuple[AdapterFacts, Factors]:
     for key, tensor in checkpoint.tensors.items():
         if key.startswith(FACTORS):
             factors[key.removeprefix(FACTORS)] = _read_tensor(checkpoint, tensor.chunks)
-    return facts, factors
+    head = checkpoint.tensors.get(VALUE_HEAD)
+    return facts, factors, None if head is None else _read_tensor(checkpoint, head.chunks)
 
 
 def _read_tensor(checkpoint: Checkpoint, chunks: tuple[Chunk, ...]) -> Tensor:

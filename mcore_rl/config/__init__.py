@@ -27,6 +27,7 @@ from mcore_rl.config.data import (
     SourceConfig,
     StageConfig,
 )
+from mcore_rl.config.lora_checks import check_lora, find_unread_beside_lora
 from mcore_rl.config.rollout import (
     DriftConfig,
     ParityCheckConfig,
@@ -49,6 +50,7 @@ from mcore_rl.config.run import (
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.training import (
     CriticConfig,
+    CriticLoraConfig,
     DpoConfig,
     LoraConfig,
     ModelConfig,
@@ -65,14 +67,12 @@ from mcore_rl.config.tree_checks import (
     check_colocated_models,
     check_epochs,
     check_fake_quantization,
-    check_lora,
     check_overlong,
     check_quantization,
     check_recovery,
     check_replay,
     check_steps,
     fill_gpus,
-    find_unread_beside_lora,
     find_unread_in_cluster,
     find_unread_in_correction,
     find_unread_in_episodes,
@@ -102,6 +102,7 @@ __all__ = [
     "CorrectionConfig",
     "CovarianceConfig",
     "CriticConfig",
+    "CriticLoraConfig",
     "CurriculumConfig",
     "DataConfig",
     "DpoConfig",
@@ -216,7 +217,7 @@ class Config(Options, group=""):
         check_colocated_models(self.served_models, self.parallel, self.rollout)
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
-        check_lora(self.train, self.optimizers, self.rollout)
+        check_lora(self.train, self.critic, self.optimizers, self.rollout)
         check_recovery(self.run.recovery, self._layouts)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)
@@ -236,7 +237,7 @@ class Config(Options, group=""):
         yield from find_unread_without_models(self.judge.is_used, self.reward_model.is_used)
         for group, optimizer in self.optimizers.items():
             yield from find_unread_in_optimizer(group, optimizer)
-        yield from find_unread_beside_lora(self.train, self.optimizers)
+        yield from find_unread_beside_lora(self.train, self.critic, self.optimizers)
         yield from find_unread_in_cluster(self.cluster)
         yield from find_unread_in_recovery(self.run.recovery)
         yield from find_unread_in_profile(self.profile)

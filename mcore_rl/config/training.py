@@ -175,8 +175,8 @@ class UpdatesConfig(Options):
 
 
 @dataclass
-class LoraConfig(Options):
-    """Low-rank factors that are trained in the place of the model's weights."""
+class FactorsConfig(Options):
+    """Low-rank factors that are trained in the place of a model's weights."""
 
     rank: int = bounded(0, ge=0)
     """Rows of the factor A and columns of B, whose product is added to each adapted matrix; 0: all
@@ -190,6 +190,12 @@ class LoraConfig(Options):
     o_proj, gate_proj; empty: all, without embeddings, output layer and routers."""
     experts: bool = True
     """Adapt the linear layers of routed experts, each expert for itself."""
+
+
+@dataclass
+class LoraConfig(FactorsConfig, group="train.lora"):
+    """Factors of the policy, and how they come to engines."""
+
     path: str = ""
     """Folder of an adapter in PEFT's format to start from, of this rank, alpha and targets; empty:
     A is random and B is 0."""
@@ -276,6 +282,11 @@ class TrainConfig(UpdatesConfig, group="train"):
 
 
 @dataclass
+class CriticLoraConfig(FactorsConfig, group="critic.lora"):
+    """Factors of the critic, whose value head is trained as a whole beside them."""
+
+
+@dataclass
 class CriticConfig(UpdatesConfig, group="critic"):
     """The critic that algorithm.advantage=gae needs."""
 
@@ -284,6 +295,7 @@ class CriticConfig(UpdatesConfig, group="critic"):
     label; empty: model.path."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    lora: CriticLoraConfig = field(default_factory=CriticLoraConfig)
     warmup_steps: int = bounded(0, ge=0)
     """First loop steps in which only the critic learns; the policy's learning rate begins its
     schedule after them."""

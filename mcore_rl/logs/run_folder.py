@@ -135,6 +135,10 @@ class RunFolder:
     def critic_checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"critic_{step:06d}"
 
+    def find_critic(self, checkpoint: Path) -> Path:
+        """Return the critic's part of the checkpoint of a step."""
+        return self.critic_checkpoint(int(checkpoint.name.rpartition("_")[2]))
+
     def newest_checkpoint(self) -> Path | None:
         """Return the complete checkpoint of the highest step, or None.
 

@@ -1,4 +1,4 @@
-"""Counts what low-rank factors (train.lora) take of a rank's memory, and of its host's.
+"""Counts what low-rank factors (train.lora, critic.lora) take of a rank's and its host's memory.
 
 GPU    W = W0 + s B A, factors, gradients and optimizer of factors, one layer's gradient of W
 host   W0 of the adapted matrices, pinned
@@ -6,10 +6,10 @@ host   W0 of the adapted matrices, pinned
 Engines that merge factors themselves have factors on their GPUs, and W0 there or in host memory.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore_rl.config import LoraConfig
+from mcore_rl.config import CriticLoraConfig, LoraConfig, ParallelConfig
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.box import itemsize
@@ -19,6 +19,7 @@ from mcore_rl.weights.lora.facts import sends_factors, serves_adapter
 from mcore_rl.weights.lora.targets import is_adapted, list_linears, list_matrices
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
+from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 GIB = 2**30
 
@@ -30,16 +31,27 @@ class AdapterSize:
     dense, expert   of factors; those of experts have another optimizer share
     frozen          of the weights whose W0 lies in host memory
     layer           of the largest gradient of weights that autograd hands over at once
+    head            of a critic's value head, which is trained as a whole
     """
 
     dense: int
     expert: int
     frozen: int
     layer: int
+    head: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """Return how many have gradients and moments."""
+        return self.dense + self.expert + self.head
 
 
 def count_adapter(
-    hf_config: HfConfig, layout: MegatronLayout, sizes: MegatronSizes, stage: int, lora: LoraConfig
+    hf_config: HfConfig,
+    layout: MegatronLayout,
+    sizes: MegatronSizes,
+    stage: int,
+    lora: LoraConfig | CriticLoraConfig,
 ) -> AdapterSize:
     """Return what a rank of a pipeline stage holds because of the recipe's factors."""
     axes = family_of(hf_config).sizes(hf_config)
@@ -56,7 +68,9 @@ def count_adapter(
             touched.add(rule.key)
     frozen = sum(held[key] for key in touched)
     layer = max((held[key] // layers[key] for key in touched), default=0)
-    return AdapterSize(factors[False], factors[True], frozen, layer)
+    has_head = has_value_head(hf_config) and stage == sizes.pp - 1
+    head = axes["hidden"] if has_head else 0
+    return AdapterSize(factors[False], factors[True], frozen, layer, head)
 
 
 def _count_layers(rule: Rule, hf_config: HfConfig, layout: MegatronLayout, stage: int) -> int:
@@ -79,16 +93,30 @@ def _count_factor(tensor: HfTensor, axes: Mapping[str, int], rank: int) -> int:
 
 
 def list_frozen_bytes(run: PlannedRun) -> list[int]:
-    """Return the bytes of W0 in host memory, for a rank of each pipeline stage; [] without LoRA."""
-    lora = run.train.lora
+    """Return the bytes of W0 in host memory, for a trainer rank of each pipeline stage.
+
+    [] if the policy has no factors.
+    """
+    return _list_frozen(run.models.policy.config, run.dtype, run.parallel, run.train.lora)
+
+
+def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
+    """Return the same of critic ranks; [] if there is no critic, or it has no factors."""
+    critic, model = run.critic, run.models.critic
+    if critic is None or model is None:
+        return []
+    return _list_frozen(add_value_head(model.config), run.dtype, critic.parallel, critic.lora)
+
+
+def _list_frozen(
+    hf_config: HfConfig, dtype: str, parallel: ParallelConfig, lora: LoraConfig | CriticLoraConfig
+) -> list[int]:
     if not lora.rank:
         return []
-    config = run.models.policy.config
-    sizes = MegatronSizes.from_config(run.parallel, config)
-    layout = MegatronLayout(family_of(config), config, sizes, run.dtype)
-    stages = range(run.parallel.pp)
-    counts = [count_adapter(config, layout, sizes, stage, lora) for stage in stages]
-    return [count.frozen * itemsize(run.dtype) for count in counts]
+    sizes = MegatronSizes.from_config(parallel, hf_config)
+    layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
+    counts = [count_adapter(hf_config, layout, sizes, stage, lora) for stage in range(parallel.pp)]
+    return [count.frozen * itemsize(dtype) for count in counts]
 
 
 @dataclass(frozen=True)
@@ -155,13 +183,23 @@ def explain_engines(run: PlannedRun) -> str:
 
 def explain_frozen(run: PlannedRun) -> str:
     """Return a sentence about W0 in host memory; "" without LoRA."""
-    frozen = list_frozen_bytes(run)
-    if not frozen:
-        return ""
-    num_ranks = min(run.plan.ranks_per_host, run.parallel.world_size)
+    said = []
+    if frozen := list_frozen_bytes(run):
+        option = f"train.lora.rank={run.train.lora.rank}"
+        said.append(_explain_ranks(run, "trainer", option, frozen, run.parallel))
+    if frozen := list_frozen_critic_bytes(run):
+        assert run.critic is not None
+        option = f"critic.lora.rank={run.critic.lora.rank}"
+        said.append(_explain_ranks(run, "critic", option, frozen, run.critic.parallel))
+    return " ".join(said)
+
+
+def _explain_ranks(
+    run: PlannedRun, role: str, option: str, frozen: Sequence[int], parallel: ParallelConfig
+) -> str:
+    num_ranks = min(run.plan.ranks_per_host, parallel.world_size)
     each = max(frozen) / GIB
     return (
-        f"Frozen weights below the factors (train.lora.rank={run.train.lora.rank}), in host memory:"
-        f" at most {each:.1f} GiB for each trainer rank, {num_ranks * each:.1f} GiB for the"
-        f" {num_ranks} of a host."
+        f"Frozen weights below the factors ({option}), in host memory: at most {each:.1f} GiB for"
+        f" each {role} rank, {num_ranks * each:.1f} GiB for the {num_ranks} of a host."
     )

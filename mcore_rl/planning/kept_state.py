@@ -66,8 +66,7 @@ def _find_largest(
         if train.lora.rank:
             adapter = count_adapter(hf_config, layout, sizes, stage, train.lora)
             frozen = 0
-            factors = (adapter.dense + adapter.expert) * itemsize(dtype)
-            uses = {**uses, "weights": factors}
+            uses = {**uses, "weights": adapter.num_trained * itemsize(dtype)}
         weights = uses["weights"] if dtype == "float32" else frozen
         most = max(most, uses["optimizer"] + weights)
     return most

@@ -394,14 +394,14 @@ def _count_adapted(
     per_parameter: Uses,
     optimizer: str,
 ) -> Uses:
-    """Weights, gradients and share of the optimizer of one rank that trains factors alone.
+    """Weights, gradients and share of the optimizer of a rank that trains factors and a value head.
 
     size   bytes of a number of the model's dtype; a gradient of weights is of that dtype until it
            becomes that of the factors
     """
-    factors = Parameters(adapter.dense, adapter.expert)
-    uses = _count_states(factors, parallel, sizes, per_parameter, optimizer)
-    uses["weights"] += count.total * size
+    trained = Parameters(adapter.dense + adapter.head, adapter.expert)
+    uses = _count_states(trained, parallel, sizes, per_parameter, optimizer)
+    uses["weights"] += (count.total - adapter.head) * size
     uses["gradients"] += adapter.layer * size
     return uses
 

@@ -20,7 +20,12 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
-from mcore_rl.planning.adapter_memory import explain_engines, explain_frozen, list_frozen_bytes
+from mcore_rl.planning.adapter_memory import (
+    explain_engines,
+    explain_frozen,
+    list_frozen_bytes,
+    list_frozen_critic_bytes,
+)
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
@@ -164,6 +169,7 @@ def print_plan(config: Config, shown: PlanOutput = PlanOutput()) -> bool:
             "store_bytes": stores.num_bytes,
             "store_nodes": stores.num_nodes,
             "frozen_bytes": list_frozen_bytes(run),
+            "critic_frozen_bytes": list_frozen_critic_bytes(run),
             "servers": servers,
             "kept_states": [asdict(state) for state in kept],
             "smallest_layout": smallest,

@@ -66,12 +66,25 @@ def read_critic(path: str, policy: ModelFacts) -> ModelFacts:
 
 
 def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfig:
-    """Return `train` with the critic's own options for megatron-core on top of the policy's."""
+    """Return `train` with the critic's factors, and its own options of megatron-core's on top.
+
+    What `train` says of routers and indexers is the policy's if factors leave those frozen.
+    """
+    lora = critic.lora
+    if lora.rank:
+        train = replace(
+            train,
+            freeze_router=False,
+            router_aux_loss_coef=0.0,
+            router_sequence_aux_loss_coef=0.0,
+            router_bias_rate=0.0,
+            indexer_loss=0.0,
+        )
     return replace(
         train,
         megatron={**train.megatron, **critic.megatron},
         ddp={**train.ddp, **critic.ddp},
-        lora=LoraConfig(),
+        lora=LoraConfig(lora.rank, lora.alpha, lora.rslora, lora.targets, lora.experts),
         fake_quantization="none",
         mtp_loss=0.0,
     )

@@ -35,6 +35,7 @@ from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.loops.sft import fine_tune
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.host_memory import explain_servers
+from mcore_rl.planning.recipe_models import read_critic
 from mcore_rl.process.event_loop import run_both
 from mcore_rl.process.log_files import rotate_logs
 from mcore_rl.process.signals import handle_stops
@@ -82,7 +83,11 @@ from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.lora.recipe_checks import check_factors, check_resumed
+from mcore_rl.weights.lora.recipe_checks import (
+    check_factors,
+    check_resumed,
+    check_resumed_critic,
+)
 from mcore_rl.workers.collector_worker import CollectorSpec
 
 _log = logging.getLogger(__name__)
@@ -307,6 +312,10 @@ def _run(
         newest = choose_checkpoint(folder, found, config.run.resume)
         if size.trainer and newest is not None:
             check_resumed(newest, config.train.lora, config.model, policy, config.run.seed)
+        if size.critic and newest is not None:
+            critic = read_critic(config.critic.path, policy)
+            saved = folder.find_critic(newest), config.critic.lora
+            check_resumed_critic(*saved, config.model, critic, config.run.seed)
         last_step = find_last_step(config, command)
         if collector is not None and (line := explain_servers(config.sandbox, config.search)):
             _log.info(line)

@@ -36,7 +36,7 @@ from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import find_other_format
-from mcore_rl.weights.lora.recipe_checks import check_factors
+from mcore_rl.weights.lora.recipe_checks import check_critic_factors, check_factors
 from mcore_rl.weights.models.recipe_checks import check_routing
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -92,6 +92,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     critic = config.critic if needs_of(config.algorithm).critic else None
     if critic is not None:
         check_critic(critic.path, config.model.path, policy)
+        check_critic_factors(critic.lora, read_critic(critic.path, policy))
     layout = config.parallel, critic, config.train
     check_sizes(policy, *layout, config.rollout, config.data, config.plan.ranks_per_host)
     if config.teacher.path:

@@ -45,6 +45,7 @@ from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
 from mcore_rl.weights.models.mtp import PREFIX, TRAINED
 from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import find_value_head
 
 _MOVE_ASIDE = "move the checkpoint's folder aside, and the run continues from the one before"
 
@@ -250,7 +251,7 @@ class Checkpointer:
         for name, chunk in _name_chunks(state.chunks):
             is_whole = state.adapter is None
             found = unwrap_model(chunk).load_state_dict(loaded[name], strict=is_whole)
-            assert not any(key.startswith(FACTORS) for key in found.missing_keys), found
+            assert not any(_is_beside_frozen(key, state) for key in found.missing_keys), found
         with torch.no_grad():
             if "optimizer" in common:
                 state.optimizer.load_state_dict(loaded["optimizer"])
@@ -318,7 +319,7 @@ def _make_sharded_state(
         "chained_optim_avoid_prefix": True,
     }
     sharded: dict[str, Any] = {
-        name: _shard_chunk(unwrap_model(chunk), metadata, state.adapter is not None)
+        name: _shard_chunk(unwrap_model(chunk), metadata, state)
         for name, chunk in _name_chunks(state.chunks)
     }
     if readable is not None:
@@ -330,18 +331,23 @@ def _make_sharded_state(
 
 
 def _shard_chunk(
-    model: torch.nn.Module, metadata: dict[str, Any], factors_alone: bool
+    model: torch.nn.Module, metadata: dict[str, Any], state: TrainState
 ) -> dict[str, Any]:
-    """Return the chunk's sharded state; with `factors_alone` factors and buffers alone."""
+    """Return the chunk's sharded state; under an adapter what is trained, and buffers, alone."""
     sharded = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-    if not factors_alone:
+    if state.adapter is None:
         return sharded
     buffers = {name for name, _ in model.named_buffers()}
     return {
         name: entry
         for name, entry in sharded.items()
-        if name in buffers or name.startswith(FACTORS)
+        if name in buffers or _is_beside_frozen(name, state)
     }
+
+
+def _is_beside_frozen(name: str, state: TrainState) -> bool:
+    """Return whether a parameter is trained under an adapter: factors, or a critic's value head."""
+    return name.startswith(FACTORS) or name == find_value_head(state.hf_config)
 
 
 def _rng_object() -> ShardedObject:

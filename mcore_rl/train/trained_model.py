@@ -105,7 +105,7 @@ class TrainedModel:
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
         self._drafts = make_mtp_loss(chunks, self.hf_config, train.mtp_loss, self._output_rows)
-        self._adapter = make_adapter(chunks, train.lora, model, stored, seed)
+        self._adapter = make_adapter(chunks, train.lora, model, stored, self.hf_config, seed)
         self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)

@@ -8,6 +8,7 @@ from mcore_rl.config import Config
 from mcore_rl.config.tree import with_settings
 
 ON = {"train.lora.rank": 8}
+CRITIC = {"critic.lora.rank": 8}
 SERVED = ON | {"train.lora.sync": "adapter"}
 
 
@@ -29,6 +30,17 @@ SERVED = ON | {"train.lora.sync": "adapter"}
         (ON | {"sft.optimizer.vision_lr": 1e-4}, "sft.optimizer.vision_lr=0.0001 with"),
         (ON | {"train.optimizer.name": "muon"}, "train.optimizer.name=muon with train.lora.rank=8"),
         (ON | {"dpo.optimizer.name": "muon"}, "dpo.optimizer.name=muon with train.lora.rank=8"),
+        ({"critic.lora.alpha": 8.0}, "critic.lora.alpha=8.0 with critic.lora.rank=0"),
+        (CRITIC | {"critic.optimizer.name": "muon"}, "name=muon with critic.lora.rank=8"),
+        (CRITIC | {"critic.optimizer.vision_lr": 1e-4}, "vision_lr=0.0001 with critic.lora.rank=8"),
+        (
+            CRITIC | {"train.megatron": {"gradient_accumulation_fusion": True}},
+            "critic.megatron.gradient_accumulation_fusion=true with critic.lora.rank=8",
+        ),
+        (
+            CRITIC | {"critic.ddp": {"overlap_grad_reduce": True}},
+            "critic.ddp.overlap_grad_reduce=true with critic.lora.rank=8",
+        ),
         (ON | {"train.lora.name": "a"}, "train.lora.name=a with train.lora.sync=auto"),
         (SERVED | {"train.lora.name": "base"}, "train.lora.name='base': give letters"),
         (SERVED | {"train.lora.name": "a,b"}, "train.lora.name='a,b': give letters"),
@@ -60,6 +72,10 @@ def test_an_option_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         with_settings(Config(), settings)
     assert message in str(error.value)
+
+
+def test_routers_of_a_policy_may_learn_beside_a_critics_factors() -> None:
+    assert with_settings(Config(), CRITIC | {"train.router_bias_rate": 0.1}).critic.lora.rank == 8
 
 
 def test_other_optimizers_and_the_critics_pass() -> None:

@@ -1,4 +1,4 @@
-"""A whole run of low-rank factors on shared GPUs: refused with another scale, resumed, merged."""
+"""Whole runs of low-rank factors: policy and critic on shared GPUs, and engines with factors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +22,12 @@ SETTINGS = (
     "rollout.stage_weights=false",
     "rollout.restarts=0",
     "checkpoint.every_steps=1",
+    "algorithm.advantage=gae",
+    "critic.colocated=true",
+    "critic.lora.rank=8",
+    "critic.lora.experts=false",
+    "critic.optimizer.lr=3e-3",
+    "critic.optimizer.warmup_steps=0",
 )
 
 
@@ -36,23 +42,27 @@ def test_factors_train_resume_and_merge(
     other = start("train", *SETTINGS, "run.steps=3", "train.lora.alpha=8", run_dir=folder)
     assert other.finish() == 2, other.tail()
     assert "train.lora.alpha=32, and this run has train.lora.alpha=8" in other.tail()
+    other = start("train", *SETTINGS, "run.steps=3", "critic.lora.alpha=8", run_dir=folder)
+    assert other.finish() == 2, other.tail()
+    assert "critic.lora.alpha=32, and this run has critic.lora.alpha=8" in other.tail()
     resumed = start("train", *SETTINGS, "run.steps=3", run_dir=folder)
     assert resumed.finish() == 0, resumed.tail()
     resumed.assert_nothing_left()
     steps = [line for line in resumed.metrics() if "loss/total" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
+    assert steps[0]["critic/value"] == 0.0 != steps[2]["critic/value"]
     divergence = [line["kl/ref"] for line in steps]
     assert abs(divergence[0]) < 1e-6 < divergence[1], divergence  # B is 0 at first
     assert all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
 
     base = ["--source-hf", str(arithmetic / "model")]
-    merged = tmp_path / "merged"
-    saved = str(folder / "checkpoints" / "step_000003")
-    assert main(["merge-lora", saved, str(merged), *base]) == 0
-    made, export = (read_all(path) for path in (merged, folder / "hf"))
-    assert made.keys() == export.keys()
-    for name, value in export.items():
-        torch.testing.assert_close(made[name], value, rtol=0, atol=1e-6)
+    for name, exported in (("step_000003", "hf"), ("critic_000003", "critic_hf")):
+        saved, merged = str(folder / "checkpoints" / name), tmp_path / name
+        assert main(["merge-lora", saved, str(merged), *base]) == 0
+        made, export = (read_all(path) for path in (merged, folder / exported))
+        assert made.keys() == export.keys()
+        for key, value in export.items():
+            torch.testing.assert_close(made[key], value, rtol=0, atol=1e-6)
 
 
 STAGED = (

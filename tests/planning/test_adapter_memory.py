@@ -12,6 +12,7 @@ from mcore_rl.planning.adapter_memory import (
     explain_engines,
     explain_frozen,
     list_frozen_bytes,
+    list_frozen_critic_bytes,
 )
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.memory import predict_memory
@@ -59,6 +60,19 @@ def test_the_host_holds_what_lies_below_the_factors() -> None:
     assert "at most 8.4 GiB for each trainer rank, 67.5 GiB for the 8" in explain_frozen(run)
     without = PlannedRun.make(load_recipe(QWEN, LAYOUT))
     assert (list_frozen_bytes(without), explain_frozen(without)) == ([], "")
+
+
+def test_a_critics_weights_are_frozen_on_its_own_host() -> None:
+    critic = ["algorithm.advantage=gae", "critic.parallel.dp=8", "critic.parallel.ep=8"]
+    run = PlannedRun.make(load_recipe(QWEN, [*LAYOUT, *PLAIN, *critic, "critic.lora.rank=32"]))
+    assert list_frozen_critic_bytes(run) == [2 * (ATTENTION + EXPERTS // 8)]
+    said = explain_frozen(run)
+    assert "(critic.lora.rank=32), in host memory: at most 8.4 GiB for each critic rank" in said
+    assert "trainer rank" not in said
+    own = next(rank.uses for rank in predict_memory(run) if rank.side == "critic")
+    dense = 32 * 48 * (2 * (2048 + 4096) + 2 * (2048 + 512)) + 2048
+    expert = 32 * 48 * 16 * 3 * (2048 + 768)
+    assert own["optimizer"] == 12 * (expert + dense / 8)
 
 
 def engine_uses(run: PlannedRun) -> dict[str, float]:

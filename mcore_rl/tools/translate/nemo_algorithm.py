@@ -284,8 +284,11 @@ def translate_critic(options: ForeignOptions) -> Found:
     )
     if options.take(f"{COLOCATED}.enabled", True):
         yield RecipeLine("critic.colocated", True, (f"{COLOCATED}.enabled",))
+    advice = (
+        "set critic.lora.rank, alpha and targets by names of HuggingFace modules (docs/lora.md)"
+    )
     adapters = {
-        "value.dtensor_cfg.lora_cfg.enabled": (False, "a critic is trained with all its weights"),
-        "value.megatron_cfg.peft.enabled": (False, "a critic is trained with all its weights"),
+        "value.dtensor_cfg.lora_cfg.enabled": (False, advice),
+        "value.megatron_cfg.peft.enabled": (False, advice),
     }
     yield from list_differing(options, adapters)

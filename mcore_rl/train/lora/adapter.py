@@ -22,7 +22,8 @@ expert-tensor-parallel ranks for experts), so a checkpoint of them fits any layo
 
     lora.<HF tensor>.A, lora.<HF tensor>.B     one entry each, written by one rank
 
-A is drawn as in PEFT, B is 0 (arXiv:2106.09685, section 4.1).
+A is drawn as in PEFT, B is 0 (arXiv:2106.09685, section 4.1). A critic's value head is trained and
+saved as a whole beside the factors.
 """
 
 import hashlib
@@ -60,6 +61,7 @@ from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_targets
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
+from mcore_rl.weights.models.value_head import find_value_head
 
 
 @dataclass(frozen=True)
@@ -195,11 +197,13 @@ def make_adapter(
     config: LoraConfig,
     model: ModelConfig,
     stored: ModelFacts,
+    hf_config: HfConfig,
     seed: int,
 ) -> "LoraAdapter | None":
     """Return the adapter that a recipe trains, new or from `config.path`; a collective.
 
-    None if all weights are trained. One rank reads what the base's checksum needs. Raises
+    None if all weights are trained. `hf_config` describes the model that is built, which may have a
+    value head that `stored` lacks. One rank reads what the base's checksum needs. Raises
     ValueError as `list_targets` and `check_start` do.
     """
     if not config.rank:
@@ -208,10 +212,10 @@ def make_adapter(
     if dist.get_rank() == 0:
         sums = [find_base_sum(model.init, stored, seed)]
     dist.broadcast_object_list(sums)
-    facts = AdapterFacts.make(config, stored.config, sums[0], str(stored.path))
-    adapter = LoraAdapter(chunks, facts, stored.config, seed)
+    facts = AdapterFacts.make(config, hf_config, sums[0], str(stored.path))
+    adapter = LoraAdapter(chunks, facts, hf_config, seed)
     if config.path:
-        adapter.start_from(Path(config.path), stored.config)
+        adapter.start_from(Path(config.path), hf_config)
     return adapter
 
 
@@ -225,7 +229,10 @@ class LoraAdapter:
         hf_config: HfConfig,
         seed: int,
     ) -> None:
-        """Freeze the chunks, which have their weights, and give them factors; a collective."""
+        """Freeze the chunks, which have their weights, and give them factors; a collective.
+
+        A critic's value head is trained as a whole beside them.
+        """
         self._chunks = chunks
         self.facts = facts
         names = list_targets(hf_config, facts.targets, facts.experts)
@@ -233,10 +240,12 @@ class LoraAdapter:
         shards, tensors = weight_layout(chunks, hf_config)
         cut = {name for name, parameter in _parameters(chunks) if _is_cut(parameter)}
         targets = find_targets(shards, shapes, names, cut)
+        head = find_value_head(hf_config)
         self._factors: list[LowRankFactors] = []
         self._tensors = tensors
         for i, chunk in enumerate(chunks):
-            chunk.requires_grad_(False)
+            for name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(name == head)
             own = [t for t in targets if t.shards[0].tensor.startswith(f"{i}.")]
             dtype = next(chunk.parameters()).dtype
             factors = LowRankFactors(own, facts.rank, dtype, seed)

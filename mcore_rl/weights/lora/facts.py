@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_rl.config import LoraConfig
+from mcore_rl.config import CriticLoraConfig, LoraConfig
 from mcore_rl.process.file_list import read_json
 from mcore_rl.weights.lora.places import AdapterStamp, list_factor_shapes
 from mcore_rl.weights.lora.targets import list_targets, name_modules
@@ -65,7 +65,9 @@ class AdapterFacts:
     base_path: str
 
     @staticmethod
-    def make(config: LoraConfig, hf_config: HfConfig, base: str, base_path: str) -> "AdapterFacts":
+    def make(
+        config: LoraConfig | CriticLoraConfig, hf_config: HfConfig, base: str, base_path: str
+    ) -> "AdapterFacts":
         """Return the facts of a recipe's adapter. Raises ValueError as `list_targets` does."""
         names = list_targets(hf_config, config.targets, config.experts)
         targets = config.targets or name_modules(hf_config)
@@ -134,37 +136,58 @@ def read_facts(folder: Path) -> AdapterFacts | None:
         raise ValueError(f"{path} is damaged: {error!r}") from error
 
 
-def refuse_other_adapter(folder: Path, own: AdapterFacts | None, here: Path | None = None) -> None:
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Names, for messages, of the options of a model's factors and of its weights.
+
+    export   folder of the exported weights in the run's folder
+    """
+
+    group: str
+    path: str
+    export: str
+
+
+OF_POLICY = AdapterOptions("train.lora", "model.path", "hf")
+OF_CRITIC = AdapterOptions("critic.lora", "critic.path", "critic_hf")
+
+
+def refuse_other_adapter(
+    folder: Path,
+    own: AdapterFacts | None,
+    here: Path | None = None,
+    options: AdapterOptions = OF_POLICY,
+) -> None:
     """Raise ValueError unless a checkpoint holds what a run trains: all weights, or its adapter.
 
     own    the run's adapter; None: the run trains all weights
     here   local copy of `folder` that is read
     """
+    rank = f"{options.group}.rank"
     saved = read_facts(here or folder)
     if saved is None and own is not None:
         raise ValueError(
-            f"{folder} holds all weights of a model, and train.lora.rank={own.rank} trains factors"
-            " alone: set train.lora.rank=0, or start another run.dir from the exported weights"
-            " (model.path=<run.dir>/hf)"
+            f"{folder} holds all weights of a model, and {rank}={own.rank} trains factors alone:"
+            f" set {rank}=0, or start another run.dir from the exported weights"
+            f" ({options.path}=<run.dir>/{options.export})"
         )
     if saved is not None and own is None:
         raise ValueError(
-            f"{folder} holds factors of rank {saved.rank} and no weights, and train.lora.rank=0"
-            f" trains all weights: set train.lora.rank={saved.rank}, or start another run.dir from"
-            " the merged weights (mcore-rl-ckpt merge-lora)"
+            f"{folder} holds factors of rank {saved.rank} and no weights, and {rank}=0 trains all"
+            f" weights: set {rank}={saved.rank}, or start another run.dir from the merged weights"
+            " (mcore-rl-ckpt merge-lora)"
         )
     if saved is not None and own is not None:
-        _refuse_difference(folder, saved, own)
+        _refuse_difference(folder, saved, own, options.group)
 
 
-def _refuse_difference(folder: Path, saved: AdapterFacts, own: AdapterFacts) -> None:
+def _refuse_difference(folder: Path, saved: AdapterFacts, own: AdapterFacts, group: str) -> None:
     for name in ("rank", "alpha", "rslora", "targets", "experts"):
         value, here = (_spell(getattr(facts, name)) for facts in (saved, own))
         if value != here:
             raise ValueError(
-                f"{folder} holds factors of train.lora.{name}={value}, and this run has"
-                f" train.lora.{name}={here}: set train.lora.{name}={value}, or start another"
-                " run.dir"
+                f"{folder} holds factors of {group}.{name}={value}, and this run has"
+                f" {group}.{name}={here}: set {group}.{name}={value}, or start another run.dir"
             )
     if saved.base != own.base:
         where = f"{folder} of a run that began with {saved.base_path}"

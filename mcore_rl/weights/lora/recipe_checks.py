@@ -2,13 +2,19 @@
 
 from pathlib import Path
 
-from mcore_rl.config import LoraConfig, ModelConfig
+from mcore_rl.config import CriticLoraConfig, LoraConfig, ModelConfig
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
-from mcore_rl.weights.lora.facts import AdapterFacts, refuse_other_adapter, serves_adapter
+from mcore_rl.weights.lora.facts import (
+    OF_CRITIC,
+    AdapterFacts,
+    refuse_other_adapter,
+    serves_adapter,
+)
 from mcore_rl.weights.lora.peft_files import check_start, read_peft
 from mcore_rl.weights.lora.served import refuse_unserved
 from mcore_rl.weights.lora.targets import list_targets, refuse_unused
+from mcore_rl.weights.models.value_head import add_value_head
 
 
 def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int) -> None:
@@ -26,6 +32,17 @@ def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed
         check_start(adapter, _make_facts(lora, model, policy, seed), policy.config)
 
 
+def check_critic_factors(lora: CriticLoraConfig, critic: ModelFacts) -> None:
+    """Raise ValueError naming the target that the critic does not have.
+
+    critic   the model that it starts from
+    """
+    if lora.rank:
+        config = add_value_head(critic.config)
+        list_targets(config, lora.targets, lora.experts)
+        refuse_unused(config, lora.experts)
+
+
 def check_resumed(
     checkpoint: Path, lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int
 ) -> None:
@@ -35,6 +52,17 @@ def check_resumed(
     """
     own = _make_facts(lora, model, policy, seed) if lora.rank else None
     refuse_other_adapter(checkpoint, own)
+
+
+def check_resumed_critic(
+    checkpoint: Path, lora: CriticLoraConfig, model: ModelConfig, critic: ModelFacts, seed: int
+) -> None:
+    """Raise ValueError unless a critic can continue from its checkpoint; see check_resumed."""
+    own = None
+    if lora.rank:
+        base = find_base_sum(model.init, critic, seed)
+        own = AdapterFacts.make(lora, add_value_head(critic.config), base, str(critic.path))
+    refuse_other_adapter(checkpoint, own, options=OF_CRITIC)
 
 
 def _make_facts(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
+from mcore_rl.weights.models.value_head import has_value_head
 
 _LINEAR = re.compile(r"decoder\.layers\.(?!.*\.indexer\.).*\.linear_[a-z0-9_]+\.weight")
 
@@ -27,20 +28,26 @@ def list_targets(hf_config: HfConfig, modules: Sequence[str], experts: bool = Tr
     experts   whether routed experts are among them
     Raises ValueError naming a module that the model does not have, or if no matrix is left.
     """
+    group = name_group(hf_config)
     known = name_modules(hf_config)
     for module in modules:
         if module not in known:
             raise ValueError(
-                f"train.lora.targets has {module!r}, which is no linear layer of this model: it has"
+                f"{group}.targets has {module!r}, which is no linear layer of this model: it has"
                 f" {', '.join(known)}"
             )
     names = list_matrices(hf_config, modules, experts)
     if not names:
         raise ValueError(
-            f"train.lora.targets={list(modules)} with train.lora.experts=false: only routed experts"
-            " have these layers; set train.lora.experts=true, or name others"
+            f"{group}.targets={list(modules)} with {group}.experts=false: only routed experts"
+            f" have these layers; set {group}.experts=true, or name others"
         )
     return names
+
+
+def name_group(hf_config: HfConfig) -> str:
+    """Return the options of a model's factors; a critic alone has a value head."""
+    return "critic.lora" if has_value_head(hf_config) else "train.lora"
 
 
 def list_matrices(
@@ -58,9 +65,10 @@ def list_matrices(
 def refuse_unused(hf_config: HfConfig, experts: bool) -> None:
     """Raise ValueError if experts are to be left alone in a model that has no such matrices."""
     if not experts and not any(rule.numbers_experts for rule, _ in list_linears(hf_config)):
+        option = f"{name_group(hf_config)}.experts"
         raise ValueError(
-            "train.lora.experts=false, but no expert of this model has matrices of its own: leave"
-            " train.lora.experts out"
+            f"{option}=false, but no expert of this model has matrices of its own: leave {option}"
+            " out"
         )
 
 

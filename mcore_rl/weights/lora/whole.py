@@ -25,13 +25,13 @@ def check_whole(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: 
         num_all = len(wanted) // 2
         raise ValueError(
             f"{where} lacks the factors of {len(missing) // 2} of {num_all} matrices, the first is"
-            f" {missing[0][:-2]!r}: shards of it were dropped, or it has other train.lora.targets"
+            f" {missing[0][:-2]!r}: shards of it were dropped, or it has other targets"
         )
     for key in sorted(found):
         if key not in wanted:
             raise ValueError(
                 f"{where} has factors of {key[:-2]!r}, which is not among the adapted matrices of"
-                " this model: it has other train.lora.targets, or belongs to another model"
+                " this model: it has other targets, or belongs to another model"
             )
         _check_shape(found[key], wanted[key], key, where)
 
@@ -48,6 +48,6 @@ def _check_shape(shape: Shape, wanted: Shape, key: str, where: Path | str) -> No
     if same and shape[rank_axis] % wanted[rank_axis] == 0:
         raise ValueError(
             f"{where_it_is}: it counts {shape[rank_axis] // wanted[rank_axis]} times, as if ranks"
-            " had added up their copies, or it has another train.lora.rank"
+            " had added up their copies, or it has another rank"
         )
-    raise ValueError(f"{where_it_is}: it belongs to another model or has another train.lora.rank")
+    raise ValueError(f"{where_it_is}: it belongs to another model or has another rank")

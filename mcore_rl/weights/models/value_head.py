@@ -19,7 +19,9 @@ GENERATIVE = "ForConditionalGeneration"
 CLASSIFIER = "ForSequenceClassification"
 SCORE = "score.weight"
 """HF name of the value head, of shape [1, hidden]."""
-_RULE = Rule("output_layer.weight", (HfTensor(SCORE, ("one", "hidden")),), where="model")
+VALUE_HEAD = "output_layer.weight"
+"""Megatron's name of its weight, which an output layer for tokens has, too."""
+_RULE = Rule(VALUE_HEAD, (HfTensor(SCORE, ("one", "hidden")),), where="model")
 
 
 def make_classifier(family: Family) -> Family:
@@ -48,6 +50,11 @@ def find_stem(architecture: str) -> str:
 def has_value_head(config: HfConfig) -> bool:
     """Return whether the model gives one value per token instead of log-probs."""
     return any(name.endswith(CLASSIFIER) for name in config.get("architectures") or ())
+
+
+def find_value_head(config: HfConfig) -> str | None:
+    """Return Megatron's name of the value head's weight; None if the model has none."""
+    return VALUE_HEAD if has_value_head(config) else None
 
 
 def add_value_head(config: HfConfig) -> dict[str, Any]:

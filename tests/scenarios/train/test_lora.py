@@ -23,6 +23,7 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.recovery.rank_state import SMALL_BYTES
+from mcore_rl.train.trained_model import TrainedModel
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.lora.product import add_product
@@ -67,7 +68,7 @@ def draw(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def named_factors(actor: Actor) -> dict[str, Any]:
+def named_factors(actor: TrainedModel) -> dict[str, Any]:
     return {
         f"{target.name}.{letter}": factor
         for chunk in actor.chunks

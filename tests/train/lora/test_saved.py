@@ -14,6 +14,7 @@ from mcore_rl.train.checkpoint_save import start_save
 from mcore_rl.train.lora.saved import check_saved_adapter
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts
+from mcore_rl.weights.models.value_head import add_value_head
 from tests.support.distributed import run_alone
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b").config
@@ -43,12 +44,17 @@ def leave(factors: Factors) -> None:
     pass
 
 
+def take_for_a_critics(factors: Factors) -> None:
+    pass
+
+
 FAULTS: dict[Callable[[Factors], None], str] = {
     leave: "",
     drop: f"lacks the factors of 1 of 48 matrices, the first is '{NAME}'",
     halve: f"has factor B of '{NAME}' and no factor A: half an adapter",
     transpose: f"factor A of '{NAME}' has shape (2048, 2), not (2, 2048): it lies transposed",
     double: f"factor B of '{NAME}' has shape (512, 4), not (512, 2): it counts 2 times",
+    take_for_a_critics: "holds the factors of a policy, and this run's are of a critic",
 }
 
 
@@ -65,8 +71,9 @@ def write_and_check(root: Path) -> list[str]:
         }
         folder = root / spoil.__name__
         start_save(sharded, folder, texts={FACTS: FACTS_OF_RUN.encode()}).finish(60)
+        config = add_value_head(QWEN) if spoil is take_for_a_critics else QWEN
         try:
-            check_saved_adapter(folder, folder, FACTS_OF_RUN, QWEN)
+            check_saved_adapter(folder, folder, FACTS_OF_RUN, config)
             said.append("")
         except ValueError as error:
             said.append(str(error))

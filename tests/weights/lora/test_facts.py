@@ -8,7 +8,13 @@ import pytest
 
 from mcore_rl.config import LoraConfig
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.lora.facts import FACTS, AdapterFacts, read_facts, refuse_other_adapter
+from mcore_rl.weights.lora.facts import (
+    FACTS,
+    OF_CRITIC,
+    AdapterFacts,
+    read_facts,
+    refuse_other_adapter,
+)
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b").config
 OWN = AdapterFacts.make(LoraConfig(rank=8, alpha=16), QWEN, "a" * 64, "/models/base")
@@ -74,6 +80,8 @@ def test_weights_are_no_factors_and_factors_no_weights(tmp_path: Path) -> None:
         refuse_other_adapter(tmp_path, OWN)
     with pytest.raises(ValueError, match=r"holds factors of rank 8 and no weights.*merge-lora"):
         refuse_other_adapter(write(tmp_path, OWN), None)
+    with pytest.raises(ValueError, match=r"and critic\.lora\.rank=0 trains all weights"):
+        refuse_other_adapter(tmp_path, None, options=OF_CRITIC)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"rank": 8}', {"alpha": "16"}, {"targets": 1}])

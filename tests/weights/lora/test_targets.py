@@ -4,6 +4,7 @@ import pytest
 
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.targets import list_targets, name_modules, refuse_unused
+from mcore_rl.weights.models.value_head import add_value_head
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -42,3 +43,5 @@ def test_what_is_no_layer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no expert of this model has matrices of its own"):
         refuse_unused(dense, experts=False)
     refuse_unused(config, experts=False)
+    with pytest.raises(ValueError, match=r"^critic\.lora\.targets has 'score'"):
+        list_targets(add_value_head(config), ["score"])

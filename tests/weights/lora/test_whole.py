@@ -29,7 +29,7 @@ def test_shapes_are_those_of_the_model() -> None:
         ((), {A: (2048, 8)}, "shape (2048, 8), not (8, 2048): it lies transposed"),
         ((), {A: (16, 2048)}, "shape (16, 2048), not (8, 2048): it counts 2 times"),
         ((), {B: (4096, 32)}, "shape (4096, 32), not (4096, 8): it counts 4 times"),
-        ((), {B: (2048, 8)}, "it belongs to another model or has another train.lora.rank"),
+        ((), {B: (2048, 8)}, "it belongs to another model or has another rank"),
         ((), {"model.layers.48.self_attn.q_proj.weight.A": (8, 2048)}, "belongs to another model"),
     ],
 )
