@@ -1,9 +1,10 @@
 """Has SGLang's server take requests for adapters by name, and serve one where a request names none.
 
-    request of /generate     of OpenAI's API      answered with
-    without lora_path        any other model      the default: an adapter, or the weights alone
-    lora_path: "policy"      model: "policy"      that adapter
-    lora_path: "base"        model: "base"        the weights alone
+    request of /generate     of OpenAI's API            answered with
+    without lora_path        no model, or the server's  the default: an adapter, or the weights
+    lora_path: "policy"      model: "policy"            that adapter; so does "<model>:policy"
+    lora_path: "base"        model: "base"              the weights alone
+    lora_path: "else"        model: "else"              refused (request_fields.py)
 
 The server's schedulers know which version of an adapter is the newest.
 """

@@ -17,6 +17,8 @@ from typing import Any
 from mcore_rl.rollout.adapters import BASE
 from mcore_rl.types.samples import MOST_STOP_LEN, MOST_STOPS
 
+UNNAMED = "default"
+"""The model of SGLang's OpenAI API where a request names none."""
 _SHOWN = 64
 
 
@@ -203,11 +205,13 @@ class ModelBounds:
     vocab_size    token ids lie in [0, vocab_size)
     context_len   tokens of prompt and response together
     adapters      names of the adapters that the server serves beside the model's weights
+    name          of the weights themselves
     """
 
     vocab_size: int
     context_len: int
     adapters: tuple[str, ...] = ()
+    name: str = ""
 
 
 NATIVE_PATHS = frozenset({"/generate", "/encode", "/classify"})
@@ -279,11 +283,21 @@ def check_request(path: str, body: Any, model: ModelBounds) -> None:
     for name, value in body.items():
         _check_field(checks, name, value, is_native)
     if not is_native:
+        _check_model(body.get("model"), model)
         return
     given = body.get("sampling_params")
     for parameters in given if isinstance(given, list) else [given]:
         _check_sampling(checks, parameters)
     _check_experts_start(body)
+
+
+def _check_model(name: Any, model: ModelBounds) -> None:
+    """Raise FieldError if a server with adapters has nothing of a name, "<model>:<adapter>" too."""
+    if not model.adapters or not isinstance(name, str) or name in ("", UNNAMED, model.name):
+        return
+    served = (*model.adapters, BASE)
+    if name.rpartition(":")[2] not in served:
+        raise FieldError(f"model={show(name)}: one of {', '.join(served)}, or {model.name}")
 
 
 def _check_field(checks: Mapping[str, Check], name: str, value: Any, may_be_batch: bool) -> None:

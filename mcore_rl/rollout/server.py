@@ -252,7 +252,8 @@ def find_served_bounds() -> ModelBounds:
     manager = get_global_state().tokenizer_manager
     config: Any = manager.model_config
     names = tuple(manager.lora_registry.get_all_adapters())
-    return ModelBounds(int(config.vocab_size), int(config.context_len), names)
+    sizes = int(config.vocab_size), int(config.context_len)
+    return ModelBounds(*sizes, names, manager.served_model_name)
 
 
 def limit_fields(server_args: Any) -> None:

@@ -32,6 +32,18 @@ def test_the_command_line_has_names_and_room() -> None:
     assert "lora" not in " ".join(EngineSpec("model", "log", port=1).arguments())
 
 
+def test_openais_model_names_what_is_served() -> None:
+    path = "/v1/chat/completions"
+    bounds = ModelBounds(98, 1024, SLOTS.names, "/models/m:1")
+    for name in ("policy", "base", "/models/m:1:rival", "x:base", "/models/m:1", "default", ""):
+        check_request(path, {"model": name}, bounds)
+    check_request(path, {}, bounds)
+    for name in ("polici", "policy:x", "gpt-4o"):
+        with pytest.raises(FieldError, match=r"one of policy, rival, base, or /models/m:1"):
+            check_request(path, {"model": name}, bounds)
+    check_request(path, {"model": "gpt-4o"}, ModelBounds(98, 1024))
+
+
 def test_a_request_may_name_an_adapter_that_is_served() -> None:
     bounds = ModelBounds(98, 1024, SLOTS.names)
     for name in (*SLOTS.names, "base", ["policy", "rival"]):
