@@ -63,12 +63,15 @@ class ChatRequest:
 
     max_tokens   bound of the response, besides those of the recipe; None: no other
     stop         texts that end the response
+    adapter      what answers in the place of the policy, by the name that engines know; empty: the
+                 policy itself
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,12 +134,15 @@ class EpisodeTask:
     seed: int = 0
 
 
-def make_fingerprints(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+def make_fingerprints(
+    messages: Sequence[Message], tools: Sequence[Tool], adapter: str = ""
+) -> list[bytes]:
     """Return a hash of the first 0, 1, 2, ... messages, equal for those that differ in form alone.
 
-    Reasoning is left out: clients may drop that of earlier answers, and it stays what it was.
+    Conversations of different adapters are different. Reasoning is left out: clients may drop that
+    of earlier answers, and it stays what it was.
     """
-    hashes = [_hash(b"", list(tools))]
+    hashes = [_hash(b"", [*tools, adapter] if adapter else list(tools))]
     for message in messages:
         hashes.append(add_message(hashes[-1], message))
     return hashes

@@ -46,6 +46,7 @@ class TurnRequest:
     turn            number of the turn in its episode
     experts_start   the first token whose experts are not known yet
     images          those that context_ids shows, in order
+    adapter         what answers in the place of the policy, by the engines' name; empty: the policy
     """
 
     turn: int
@@ -54,6 +55,7 @@ class TurnRequest:
     stop: tuple[str, ...]
     experts_start: int
     images: tuple[PromptImage, ...] = ()
+    adapter: str = ""
 
 
 SampleTurn = Callable[[TurnRequest], Awaitable[Sample]]
@@ -147,9 +149,8 @@ class EpisodeRecorder:
         experts_start = max(len(prefix_ids) - 1, 0)
         before = () if place.parent is None else self.tree.path_images(place.parent)
         ids = prefix_ids + context_ids
-        sample = await self.sample(
-            TurnRequest(number, ids, longest, request.stop, experts_start, before + images)
-        )
+        asked = (number, ids, longest, request.stop, experts_start, before + images)
+        sample = await self.sample(TurnRequest(*asked, request.adapter))
         answer = await self.parser.parse(
             sample.response_ids, request.tools, sample.finish_reason, self._call_ids
         )
@@ -207,7 +208,7 @@ class EpisodeRecorder:
     def _find(self, request: ChatRequest) -> RowPlace:
         """Return the turn whose conversation is the longest beginning of the request's."""
         messages = request.messages
-        hashes = make_fingerprints(messages, request.tools)
+        hashes = make_fingerprints(messages, request.tools, request.adapter)
         is_retry = hashes[-1] in self._asked
         for k in range(len(messages), 0, -1):
             parent = self._ends.get(hashes[k])
@@ -266,6 +267,7 @@ class EpisodeRecorder:
             indexer_topk=sample.indexer_topk,
             experts_start=experts_start,
             images=images,
+            adapter=request.adapter,
         )
         self.tree.add(turn)
         self._ends[add_message(place.hashes[-1], answer.message)] = turn.number

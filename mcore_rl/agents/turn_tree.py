@@ -31,7 +31,7 @@ class Fork(StrEnum):
     HISTORY = "history"
     """Whoever drives the episode rewrote the conversation, such as a summary of its beginning."""
     SUB_AGENT = "sub_agent"
-    """Another conversation, or the same one with other tools."""
+    """Another conversation, or the same one with other tools or of another adapter."""
     RETRY = "retry"
     """The same request again."""
     BRANCH = "branch"
@@ -40,7 +40,7 @@ class Fork(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of the policy, and the tokens that led to it.
+    """One answer of the policy or of another adapter, and the tokens that led to it.
 
     parent           the turn whose tokens come before; None: context_ids are the whole context
     messages         what was said since the parent's answer; all, if there is no parent
@@ -52,6 +52,7 @@ class Turn:
     indexer_topk     the chosen keys of the same tokens, as in Sample, by position in the context
     images           those that context_ids shows, in order
     engines          numbers of the engines that drew the answer, in order
+    adapter          what answered in the place of the policy; empty: the policy
     """
 
     number: int
@@ -71,6 +72,12 @@ class Turn:
     reward: float = 0.0
     images: tuple[PromptImage, ...] = ()
     engines: tuple[int, ...] = ()
+    adapter: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the policy sampled tokens in it."""
+        return bool(self.token_ids) and not self.adapter
 
     @property
     def new_ids(self) -> tuple[int, ...]:
@@ -141,17 +148,18 @@ def rows_of(tree: TurnTree, cut: Cut = at_leaves) -> tuple[Row, ...]:
     """Return rows that train each sampled token once, whatever the cut.
 
     A turn on several rows is trained in the first of them, and context in the others. Turns that
-    sampled nothing train nothing; a row that trains nothing is left out.
+    sampled nothing, and those of other adapters, train nothing; a row that trains nothing is left
+    out.
     """
     trained: set[int] = set()
     rows = []
     for end in cut(tree):
         path = tree.path(end)
-        own = [turn.number for turn in path if turn.token_ids and turn.number not in trained]
+        own = [turn.number for turn in path if turn.is_trained and turn.number not in trained]
         if own:
             rows.append(_row(path, own))
             trained.update(own)
-    sampled = {turn.number for turn in tree.turns if turn.token_ids}
+    sampled = {turn.number for turn in tree.turns if turn.is_trained}
     assert trained == sampled, f"rows train turns {trained} of {sampled}"
     return tuple(rows)
 
@@ -227,4 +235,5 @@ def _record(turn: Turn) -> TurnRecord:
         finish_reason=turn.finish_reason,
         reward=turn.reward,
         calls=tuple(f"{attempt.name}: {attempt.status}" for attempt in turn.answer.attempts),
+        adapter=turn.adapter,
     )

@@ -318,10 +318,11 @@ def summarize_errors(errors: Sequence[str]) -> str:
 
 
 def _make_turn_row(turn: TurnRecord) -> dict[str, Any]:
-    """Return what was said in a turn; only the tokens of `answer` are trained."""
+    """Return what was said in a turn; only the tokens of the policy's answers are trained."""
     return {
         "parent": turn.parent,
         "fork": turn.fork,
+        "adapter": turn.adapter,
         "messages": list(turn.messages),
         "answer": turn.answer,
         "calls": list(turn.calls),

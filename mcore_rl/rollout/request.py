@@ -114,6 +114,7 @@ class Request:
     rid             the name that the engine knows it by, to abort it alone; empty: the engine's own
     begun           what another engine has drawn of the response already, with its experts and
                     chosen keys where they are asked for
+    adapter         what engines sample with, by their name; empty: the policy
     """
 
     prompt: Prompt
@@ -124,6 +125,7 @@ class Request:
     experts_start: int = 0
     rid: str = ""
     begun: Sample | None = None
+    adapter: str = ""
 
     def __str__(self) -> str:
         source = self.prompt.data_source
@@ -160,6 +162,8 @@ def make_body(
         body["routed_experts_start_len"] = _first_unknown(request)
     if request.rid:
         body["rid"] = request.rid
+    if request.adapter:
+        body["lora_path"] = request.adapter
     return body
 
 

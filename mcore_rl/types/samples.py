@@ -104,6 +104,8 @@ class TurnRecord:
     answer         the policy's message
     num_tokens     sampled ones
     calls          the status of each attempt to call a tool
+    adapter        what answered in the place of the policy, whose tokens do not train; empty: the
+                   policy
     """
 
     number: int
@@ -115,6 +117,7 @@ class TurnRecord:
     finish_reason: str
     reward: float = 0.0
     calls: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Samples the episodes of one collector, with the recipe's options for episodes."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,6 +41,7 @@ class EpisodeSpec:
     images          bounds of the images that environments give; None: the model sees text alone
     placeholder_id  the token that stands for a piece of an image
     image_marks     tokens by which engines find images in ids, the placeholder among them
+    adapters        names of the policy and of what engines serve beside it; empty: nothing
     """
 
     agents: AgentsConfig
@@ -54,6 +55,7 @@ class EpisodeSpec:
     images: ImageLimits | None = None
     placeholder_id: int = -1
     image_marks: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
 
 
 def make_environment_options(spec: EpisodeSpec, name: str) -> EnvironmentOptions:
@@ -130,9 +132,8 @@ class EpisodeSampler:
         self._gateway = None
         self._until_close = ExitStack()
         if is_program(spec.agents.environment):
-            self._gateway = Gateway(
-                lambda token: decode([token]), make_gateway_options(spec.agents), free_kv=free_kv
-            )
+            options = make_gateway_options(spec.agents, spec.adapters)
+            self._gateway = Gateway(lambda token: decode([token]), options, free_kv=free_kv)
         limits = EpisodeLimits(spec.agents.max_turns, spec.max_turn_len, spec.max_tokens)
         history = spec.agents.history
         options = RunnerOptions(
@@ -192,15 +193,26 @@ def make_turn_sampler(session: RolloutSession, request: GroupRequest, index: int
     async def sample_turn(turn: TurnRequest) -> Sample:
         prompt = replace(request.prompt, token_ids=turn.context_ids, images=turn.images)
         sampling = replace(request.sampling, max_response_len=turn.max_tokens)
-        asked = Request(prompt, index, affinity, turn.turn, turn.stop, turn.experts_start)
+        asked = Request(
+            prompt,
+            index,
+            affinity,
+            turn.turn,
+            turn.stop,
+            turn.experts_start,
+            adapter=turn.adapter,
+        )
         return await session.sample(asked, sampling)
 
     return sample_turn
 
 
-def make_gateway_options(agents: AgentsConfig) -> GatewayOptions:
-    """Return the options of a collector's gateway."""
+def make_gateway_options(agents: AgentsConfig, adapters: Sequence[str] = ()) -> GatewayOptions:
+    """Return the options of a collector's gateway; `adapters` as in EpisodeSpec."""
     admission = AdmissionOptions(
         agents.max_requests, agents.min_free_kv, agents.max_wait_s, agents.retry_after_s
     )
-    return GatewayOptions(admission=admission)
+    if not adapters:
+        return GatewayOptions(admission=admission)
+    policy, *others = adapters
+    return GatewayOptions(model=policy, adapters=tuple(others), admission=admission)

@@ -150,6 +150,24 @@ def test_other_tools_are_another_conversation() -> None:
     assert scene.recorder.tree.turns[1].parent is None
 
 
+def test_another_adapter_answers_in_rows_of_its_own_that_do_not_train() -> None:
+    scene = Scene("qwen3", ["one", "two", "three", "four"])
+    first = scene.ask(user("go")).answer.message
+    judged = scene.ask(user("go"), first, user("is it right?"), adapter="base").answer.message
+    scene.ask(user("go"), first, user("is it right?"), judged, user("sure?"), adapter="base")
+    scene.ask(user("go"), first, user(str(judged["content"])))
+    turns = scene.recorder.tree.turns
+    places = [(turn.parent, turn.adapter) for turn in turns]
+    assert places == [(None, ""), (None, "base"), (1, "base"), (0, "")]
+    assert [request.adapter for request in scene.policy.asked] == ["", "base", "base", ""]
+    asked, versions = scene.policy.asked, [turn.versions for turn in turns]
+    assert asked[1].experts_start == 0 < asked[3].experts_start and all(versions)
+    episode = scene.recorder.finish(EndReason.DONE)
+    (row,) = episode.rows
+    assert set(row.turn_T[row.is_trained].tolist()) == {0, 3}
+    assert [turn.adapter for turn in episode.turns] == ["", "base", "base", ""]
+
+
 def test_limits_end_the_episode() -> None:
     scene = Scene("qwen3", ["a long answer of several tokens"], EpisodeLimits(2, 3, 40))
     first = scene.ask(user("go"))

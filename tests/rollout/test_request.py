@@ -49,6 +49,7 @@ def test_the_body_holds_prompt_and_sampling() -> None:
     }
     seeded = make_body(REQUEST, replace(SAMPLING, seed=11), [])
     assert seeded["sampling_params"]["sampling_seed"] == sample_seed(11, 7, 2)
+    assert make_body(replace(REQUEST, adapter="base"), SAMPLING, ())["lora_path"] == "base"
 
 
 def test_an_answer_becomes_a_sample() -> None:

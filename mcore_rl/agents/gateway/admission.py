@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_rl.agents.gateway.models import POLICY
 from mcore_rl.agents.gateway.sessions import OverloadedError
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.network import is_loopback
@@ -91,7 +92,9 @@ class GatewayOptions:
     host             interface that it listens on
     port             0: a free one
     public_host      name by which programs reach it; empty: `host`
-    model            name that GET /v1/models shows; requests may name any model
+    model            name of the policy, which GET /v1/models shows
+    adapters         names of what engines serve beside the policy; empty: requests may name any
+                     model, and the policy answers
     max_body_bytes   of a request, decompressed
     body_s           a request's body must have arrived by then
     answer_s         an answer must be there by then; the generation goes on for a retry
@@ -103,7 +106,8 @@ class GatewayOptions:
     host: str = "127.0.0.1"
     port: int = 0
     public_host: str = ""
-    model: str = "policy"
+    model: str = POLICY
+    adapters: tuple[str, ...] = ()
     max_body_bytes: int = 16 << 20
     body_s: float = 60.0
     answer_s: float = 3600.0

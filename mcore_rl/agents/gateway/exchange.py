@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import orjson
 from aiohttp import web
@@ -21,6 +22,7 @@ from mcore_rl.agents.gateway.api import (
     make_episode_over,
     make_overloaded,
 )
+from mcore_rl.agents.gateway.models import choose_adapter
 from mcore_rl.agents.gateway.sessions import (
     Attempt,
     Mark,
@@ -49,7 +51,7 @@ class Exchange:
     async def run(self, request: web.Request, api: Api, opened: OpenSession) -> web.StreamResponse:
         """Answer a request; ApiError and BadRequestError say why there is no answer."""
         data = await read_bytes(request, self._options.body_s)
-        call = api.read(parse_object(data), opened.memory)
+        call = self._choose_adapter(api.read(parse_object(data), opened.memory))
         _log_ignored(opened, call)
         kind = request.path.rpartition("/v1/")[2].encode()
         mark = read_mark(request.headers, hashlib.sha256(kind + b"\n" + data).digest())
@@ -60,6 +62,11 @@ class Exchange:
             attempt = self._begin(mark, opened, api, call, is_connected)
         answer = self._stream if call.is_streamed else self._answer
         return await answer(request, api, call, attempt)
+
+    def _choose_adapter(self, call: Call) -> Call:
+        """Return the call with the adapter that it names; ApiError: there is none of this name."""
+        adapter = choose_adapter(call.model, self._options.model, self._options.adapters)
+        return replace(call, request=replace(call.request, adapter=adapter))
 
     async def _admit(self, opened: OpenSession, is_connected: Callable[[], bool]) -> None:
         """Return once a generation may begin, for a client that is still there."""

@@ -35,28 +35,11 @@ from mcore_rl.agents.gateway.api import (
 )
 from mcore_rl.agents.gateway.chat_completions import ChatCompletions
 from mcore_rl.agents.gateway.exchange import Exchange, parse_object, read_bytes
+from mcore_rl.agents.gateway.models import choose_adapter, make_model_list
 from mcore_rl.agents.gateway.responses import Responses
 from mcore_rl.agents.gateway.sessions import EpisodeChat, OpenSession, Session, SessionTable
 from mcore_rl.agents.messages import ChatRequest, ConversationError, EpisodeEndedError
 from mcore_rl.process.network import url_of
-
-_SINCE = "2025-01-01T00:00:00Z"
-_SINCE_S = 1735689600
-
-
-def make_model_list(model: str) -> dict[str, Any]:
-    """Return a list of one model, with the fields of OpenAI's and of Anthropic's."""
-    entry = {
-        "id": model,
-        "object": "model",
-        "created": _SINCE_S,
-        "owned_by": "mcore_rl",
-        "type": "model",
-        "display_name": model,
-        "created_at": _SINCE,
-    }
-    ends = {"first_id": model, "last_id": model, "has_more": False}
-    return {"object": "list", "data": [entry], **ends}
 
 
 def make_session_report(opened: OpenSession) -> dict[str, int]:
@@ -250,9 +233,12 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._find(request)
-        models = make_model_list(self._options.model)
+        options = self._options
         wanted = request.match_info.get("model")
-        return _json(models if wanted is None else {**models["data"][0], "id": wanted})
+        if wanted is None:
+            return _json(make_model_list((options.model, *options.adapters)))
+        choose_adapter(wanted, options.model, options.adapters)
+        return _json(make_model_list((wanted,))["data"][0])
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         opened = self._sessions.find_own(request.headers, request.match_info["session"])

@@ -207,6 +207,29 @@ def test_a_path_that_is_no_api_and_a_wrong_method_are_answered_in_json():
     in_session(RecordingChat(), act)
 
 
+def test_a_request_chooses_who_answers_by_its_model():
+    chat = RecordingChat()
+
+    async def act(gateway, session):
+        url = f"{session.keyless_url}/v1"
+        for path in ("chat/completions", "messages", "responses"):
+            said = {"input": "hello"} if path == "responses" else {"messages": HELLO}
+            for model in ("ada", "base"):
+                body = {**said, "model": model, "max_tokens": 9}
+                status, answer = await post(f"{url}/{path}", body)
+                assert (status, answer["model"]) == (200, model), answer
+            status, answer = await post(f"{url}/{path}", {**said, "model": "m", "max_tokens": 9})
+            assert status == 404
+            assert answer["error"]["message"] == "no model is named 'm': name one of ada, base"
+        _, models = await post(f"{url}/models")
+        assert [model["id"] for model in models["data"]] == ["ada", "base"]
+        assert (await post(f"{url}/models/base"))[1]["id"] == "base"
+        assert (await post(f"{url}/models/m"))[0] == 404
+
+    in_session(chat, act, model="ada", adapters=("base",))
+    assert [request.adapter for request in chat.requests] == ["", "base"] * 3
+
+
 def test_anthropics_token_count_and_models():
     async def act(gateway, session):
         body = {"messages": HELLO, "model": "m"}

@@ -1,5 +1,6 @@
 """Eight adapters of different ranks on one engine: each is what it is alone, and when merged."""
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -10,15 +11,28 @@ import pytest
 import torch
 
 from checkpoint_tools.cli import main
+from mcore_rl.agents.gateway.admission import GatewayOptions
+from mcore_rl.agents.gateway.gateway import Gateway
+from mcore_rl.agents.messages import EndReason
+from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
+from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.request import Sampling
+from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.served_adapters import make_slots
+from mcore_rl.types import EpisodeRecord, Prompt
 from mcore_rl.weights.hf.config import parse_hf_config
 from mcore_rl.weights.lora.base import compute_base_sum
 from mcore_rl.weights.lora.facts import AdapterFacts
 from mcore_rl.weights.lora.peft_files import write_peft
+from mcore_rl.workers.episodes import make_turn_sampler
 from tests.support.engine_keys import KEYS
-from tests.support.sync_stage import generate, logprob_error
+from tests.support.gateways import post
+from tests.support.stand_in_policy import PlainParser
+from tests.support.sync_stage import PROMPT, generate, logprob_error
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
@@ -113,6 +127,46 @@ def test_each_of_eight_adapters_is_what_it_is_alone_and_when_merged(
             ]
             assert answer["output_ids"] == one_by_one[name]["output_ids"]
             assert max(differences) < EXACT, name
+
+
+class PlainFormat:
+    """Lays every conversation out as PROMPT."""
+
+    def render_whole(self, messages: Any, tools: Any) -> tuple[int, ...]:
+        return tuple(PROMPT)
+
+    def render_appended(self, history: Any, answer_ids: Any, new: Any, tools: Any) -> None:
+        return None
+
+
+def test_a_program_chooses_adapters_by_the_gateways_model(served: Served) -> None:
+    names = tuple(served.folders)
+    rollout = RolloutConfig()
+    options = HttpOptions.make(rollout, (), str)
+    client = RolloutClient([served.all.address], rollout, options.open)
+    prompt = Prompt(0, tuple(PROMPT), (), "unit", None)
+    request = GroupRequest(0, 0, prompt, 1, Sampling(8, temperature=0.0))
+
+    async def play() -> EpisodeRecord:
+        gateway_options = GatewayOptions(model="a1", adapters=(*names[1:], "base"))
+        async with client.open() as session, Gateway(str, gateway_options) as gateway:
+            sample_turn = make_turn_sampler(session, request, 0)
+            limits = EpisodeLimits(10, 8, 100)
+            chat = EpisodeRecorder(PlainFormat(), PlainParser(str), sample_turn, limits)
+            url = f"{gateway.open_session(chat).keyless_url}/v1/chat/completions"
+            for name in ("x:a3", "base"):
+                body = {"model": name, "messages": [{"role": "user", "content": name}]}
+                status, answer = await post(url, {**body, "logprobs": True})
+                assert status == 200, answer
+                told = [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]]
+                wanted = generate(served.all.url, lora_path=name.rpartition(":")[2])
+                assert told == pytest.approx([e[0] for e in logprobs(wanted)], abs=EXACT), name
+            status, answer = await post(url, {**body, "model": "a9"})
+            assert status == 404 and "name one of a1, a2" in answer["error"]["message"]
+            return chat.finish(EndReason.DONE)
+
+    episode = asyncio.run(play())
+    assert [turn.adapter for turn in episode.turns] == ["a3", "base"] and not episode.rows
 
 
 def test_an_adapter_that_is_not_served_is_refused(served: Served) -> None:

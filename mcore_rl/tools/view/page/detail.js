@@ -59,8 +59,9 @@ function makeTurns(turns) {
     const statuses = turn.calls?.length ? ` · calls: ${turn.calls.join(", ")}` : "";
     const after = turn.parent === number - 1 || turn.parent === null ? "" : ` · follows turn ${turn.parent + 1}`;
     const fork = turn.fork ? ` · fork: ${turn.fork}` : "";
+    const adapter = turn.adapter ? ` · answered by ${turn.adapter}` : "";
     const note = ` · turn ${number + 1} · ${turn.tokens} tokens · ${turn.finish_reason} · reward `
-      + `${formatNumber(turn.reward)}${statuses}${after}${fork}`;
+      + `${formatNumber(turn.reward)}${statuses}${after}${fork}${adapter}`;
     return [...turn.messages.map((message) => makeMessage(message)), makeMessage(turn.answer, note)];
   });
 }
