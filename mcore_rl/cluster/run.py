@@ -152,9 +152,8 @@ class RunProcesses:
         """
         config = self._config
         assert self._engines is not None
-        adapters = None
-        if self._trainer is not None:
-            adapters = make_adapter_slots(config.train.lora, self._policy)
+        has_trainer = self._trainer is not None
+        adapters = make_adapter_slots(config.train.lora, self._policy, has_trainer=has_trainer)
         specs = [
             engine_spec(
                 config.model,

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
 from mcore_rl.checks.inputs import check_no_trainer
+from mcore_rl.cluster.adapter_slots import list_served_names, make_adapter_slots
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.data.decoding import make_decode
@@ -23,6 +24,7 @@ from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
+from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import EngineAsker, HttpOptions
 from mcore_rl.run.episodes import (
@@ -36,6 +38,8 @@ from mcore_rl.run.inputs import check_engines_load, list_prompt_options, open_po
 from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
+from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.lora.recipe_checks import check_sampled_adapter
 from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec
 from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
 
@@ -53,20 +57,19 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
+    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
     check_search(config.search, config.cluster)
     place = config.rollout.max_response_len, config.run.dir
-    episodes = episode_spec(config.agents, config.model, config.data, *place, policy, tokenizer)
+    served = list_served_names(config.train.lora, has_trainer=False)
+    groups = config.agents, config.model, config.data
+    episodes = episode_spec(*groups, *place, policy, tokenizer, served)
     urls = stand_in_urls(config.sandbox, config.search)
     check_episodes(episodes, tokenizer, config.teacher, urls)
     files = config.eval.files or config.data.train
     prompts = PromptReader.make(config, tokenizer).load(files)[:num_episodes]
     sampling = make_sampling(config.rollout, greedy=greedy, seed=config.run.seed)
     with TemporaryDirectory(prefix="mcore_rl_agent_") as folder:
-        groups = config.model, config.rollout, config.drift
-        log_path = Path(folder) / "sglang.log"
-        seed = config.run.seed
-        spec = engine_spec(*groups, policy, log_path, ServerKeys.make(), seed=seed)
-        engine = EngineProcess(spec)
+        engine = EngineProcess(_make_engine_spec(config, policy, Path(folder) / "sglang.log"))
         loop = EventLoop()
         nothing = NodeServersSpec(config.sandbox, config.search, Path(folder), 0.0)
         spec_of_servers = node_servers_spec(config.run, config.sandbox, config.search)
@@ -90,6 +93,19 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     if hidden:
         print(explain_hidden_tools(config.model.path, hidden), flush=True)
     refuse_broken_environment(samples, config.agents.environment)
+
+
+def _make_engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:
+    return engine_spec(
+        config.model,
+        config.rollout,
+        config.drift,
+        policy,
+        log_path,
+        ServerKeys.make(),
+        seed=config.run.seed,
+        adapters=make_adapter_slots(config.train.lora, policy, has_trainer=False),
+    )
 
 
 def explain_hidden_tools(model_path: str, hidden: Sequence[str]) -> str:
@@ -155,6 +171,7 @@ def format_episode(sample: Sample) -> str:
 
 def _format_turn(turn: TurnRecord) -> list[str]:
     lines = [f"--- a new row: {turn.fork} ---"] if turn.fork else []
+    lines += [f"--- answered by {turn.adapter}, and not trained ---"] if turn.adapter else []
     lines += [_format_message(message) for message in turn.messages]
     lines.append(_format_message(turn.answer))
     lines += [f"    call {call}" for call in turn.calls]

@@ -13,6 +13,7 @@ from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.checks.algorithm import find_unread_in_preference
 from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.checks.sizes import check_engines
+from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
 from mcore_rl.config.secrets import dump_config
@@ -87,6 +88,7 @@ from mcore_rl.weights.lora.recipe_checks import (
     check_factors,
     check_resumed,
     check_resumed_critic,
+    check_sampled_adapter,
 )
 from mcore_rl.workers.collector_worker import CollectorSpec
 
@@ -237,7 +239,9 @@ def run_pairs(config: Config) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
-    collector = collector_spec(config, policy, tokenizer)
+    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    adapters = list_served_names(config.train.lora, has_trainer=False)
+    collector = collector_spec(config, policy, tokenizer, adapters)
     reader = PromptReader.make(config, tokenizer)
     splits = {
         "train": reader.take_first(config.dpo.prompts),
@@ -270,7 +274,9 @@ def run_eval(config: Config) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
-    collector = collector_spec(config, policy, tokenizer)
+    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    adapters = list_served_names(config.train.lora, has_trainer=False)
+    collector = collector_spec(config, policy, tokenizer, adapters)
     held_out = PromptReader.make(config, tokenizer).load_held_out()
     with _run(config, policy, "eval", collector) as (folder, _, processes):
         engines = processes.start_engines()

@@ -47,10 +47,12 @@ def episode_spec(
     run_dir: str,
     policy: ModelFacts,
     tokenizer: PreTrainedTokenizerBase,
+    adapters: tuple[str, ...] = (),
 ) -> EpisodeSpec:
     """Return the specification from which collectors run episodes.
 
     max_response_len   rollout.max_response_len
+    adapters           names that engines serve, as in EpisodeSpec
     """
     placeholder_id = read_placeholder(policy.config)
     return EpisodeSpec(
@@ -65,6 +67,7 @@ def episode_spec(
         images=_image_limits(data.images) if sees_images(policy) else None,
         placeholder_id=-1 if placeholder_id is None else placeholder_id,
         image_marks=image_marks(policy),
+        adapters=adapters,
     )
 
 

@@ -13,6 +13,7 @@ from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
 from mcore_rl.checks.inputs import check_run_dir
 from mcore_rl.checks.sizes import check_sizes
+from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.config import (
     AlgorithmConfig,
     Config,
@@ -72,7 +73,8 @@ def read_train_inputs(config: Config) -> TrainInputs:
     check_training(config.train, config.model, policy)
     check_factors(config.train.lora, config.model, policy, config.run.seed)
     warn_of_cut_distribution(config.rollout)
-    collector = collector_spec(config, policy, tokenizer)
+    adapters = list_served_names(config.train.lora, has_trainer=True)
+    collector = collector_spec(config, policy, tokenizer, adapters)
     loss = make_policy_loss(config.algorithm)
     reader = PromptReader.make(config, tokenizer)
     prompts = reader.open_train(max(config.parity_check.sequences, MOST_SEQUENCES))

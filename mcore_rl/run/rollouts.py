@@ -39,6 +39,7 @@ from mcore_rl.types import GroupLease, Sample, StoredBatch, StoredSample, TokenW
 from mcore_rl.types.scores import Scores
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.workers.collector_worker import CollectorSpec
+from mcore_rl.workers.episodes import EpisodeSpec
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -145,10 +146,14 @@ class Rollouts:
 
 
 def collector_spec(
-    config: Config, policy: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    policy: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    adapters: tuple[str, ...] = (),
 ) -> CollectorSpec:
     """Return the specification from which each collector is built.
 
+    adapters   names of the policy and of what engines serve beside it; empty: nothing
     Raises ValueError if the tokenizer has no end-of-sequence token, or if rewards, environments or
     servers of the recipe cannot be used: their code is imported here, before a process starts.
     """
@@ -162,19 +167,7 @@ def collector_spec(
         has_environment=config.agents.is_used,
     )
     make_run_scorer()
-    episodes = None
-    if config.agents.is_used:
-        episodes = episode_spec(
-            config.agents,
-            config.model,
-            config.data,
-            config.rollout.max_response_len,
-            config.run.dir,
-            policy,
-            tokenizer,
-        )
-        urls = stand_in_urls(config.sandbox, config.search)
-        check_episodes(episodes, tokenizer, config.teacher, urls)
+    episodes = _make_episodes(config, policy, tokenizer, adapters)
     stop = tokenizer.eos_token_id
     if not isinstance(stop, int):
         raise ValueError(
@@ -192,6 +185,30 @@ def collector_spec(
         patch_maker(config.data.images, policy),
         indexer_shape(config.drift, policy),
     )
+
+
+def _make_episodes(
+    config: Config,
+    policy: ModelFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    adapters: tuple[str, ...],
+) -> EpisodeSpec | None:
+    """Return the specification of checked episodes; None: a sample is one response."""
+    if not config.agents.is_used:
+        return None
+    spec = episode_spec(
+        config.agents,
+        config.model,
+        config.data,
+        config.rollout.max_response_len,
+        config.run.dir,
+        policy,
+        tokenizer,
+        adapters,
+    )
+    urls = stand_in_urls(config.sandbox, config.search)
+    check_episodes(spec, tokenizer, config.teacher, urls)
+    return spec
 
 
 def connect_rollouts(

@@ -41,7 +41,7 @@ OTHERS = (
     "docs/doctor.md",
     "docs/checkpoints.md",
     # its commands of mcore-rl-ckpt: scenarios/train/test_lora_files.py; its serve:
-    # scenarios/rollout/test_many_adapters.py
+    # scenarios/rollout/test_many_adapters.py; its eval: e2e/test_lora.py
     "docs/lora.md",
     "docs/debugging.md",
     "docs/launch.md",

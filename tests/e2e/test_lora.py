@@ -1,5 +1,6 @@
 """Whole runs of low-rank factors: policy and critic on shared GPUs, and engines with factors."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,11 +95,14 @@ SERVED = (
     "train.lora.targets=[q_proj,k_proj,v_proj,o_proj]",
     "train.lora.sync=adapter",
     "run.steps=2",
+    "checkpoint.every_steps=2",
 )
 
 
 @pytest.mark.slow
-def test_engines_serve_factors_as_an_adapter(start: Callable[..., Run]) -> None:
+def test_engines_serve_factors_as_an_adapter(
+    start: Callable[..., Run], arithmetic: Path, tmp_path: Path
+) -> None:
     run = start("train", *SERVED)
     assert run.finish(400) == 0, run.tail()
     run.assert_nothing_left()
@@ -109,6 +113,23 @@ def test_engines_serve_factors_as_an_adapter(start: Callable[..., Run]) -> None:
     assert all(line["sync/engines_verified"] == 1 for line in lines if "sync/mib" in line)
     steps = [line for line in lines if "loss/total" in line]
     assert len(steps) == 2 and all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+
+    adapter = str(tmp_path / "adapter")
+    saved, base = str(run.run_dir / "checkpoints" / "step_000002"), str(arithmetic / "model")
+    assert main(["to-hf", saved, adapter, "--lora", "--source-hf", base]) == 0
+    merged = [*SERVED[:-4], "eval.every_steps=0", f"model.path={run.run_dir / 'hf'}"]
+    served = [*SERVED, "eval.every_steps=0", f"train.lora.path={adapter}"]
+    responses = [evaluate(start, *settings) for settings in (merged, served)]
+    assert responses[0] == responses[1]
+
+
+def evaluate(start: Callable[..., Run], *settings: str) -> list[str]:
+    """Return the greedy responses to held-out prompts."""
+    run = start("eval", *settings)
+    assert run.finish() == 0, run.tail()
+    samples = (run.run_dir / "eval" / "samples.jsonl").read_text().splitlines()
+    assert samples
+    return [json.loads(line)["response"] for line in samples]
 
 
 def read_all(folder: Path) -> dict[str, torch.Tensor]:

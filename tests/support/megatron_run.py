@@ -101,7 +101,7 @@ def start_engines(
     for i, own in enumerate(sizes):
         rollout = replace(config.rollout, **own)
         log = folder / f"engine{i}.log"
-        adapters = make_adapter_slots(config.train.lora, policy)
+        adapters = make_adapter_slots(config.train.lora, policy, has_trainer=True)
         groups = config.model, rollout, config.drift, policy
         spec = engine_spec(*groups, log, KEYS, seed=seed, adapters=adapters)
         engines.append(EngineProcess(spec))

@@ -32,6 +32,24 @@ def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed
         check_start(adapter, _make_facts(lora, model, policy, seed), policy.config)
 
 
+def check_sampled_adapter(
+    lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int
+) -> None:
+    """Raise ValueError unless a command without a trainer can sample with train.lora.path.
+
+    It samples with the weights alone if there is no path.
+    """
+    if not (lora.rank and lora.path):
+        return
+    if not serves_adapter(lora):
+        raise ValueError(
+            f"train.lora.path={lora.path} with train.lora.sync={lora.sync}: no trainer of this"
+            " command merges factors, but engines can serve them; set train.lora.sync=adapter, or"
+            " model.path of what mcore-rl-ckpt merge-lora makes of them"
+        )
+    check_factors(lora, model, policy, seed)
+
+
 def check_critic_factors(lora: CriticLoraConfig, critic: ModelFacts) -> None:
     """Raise ValueError naming the target that the critic does not have.
 
