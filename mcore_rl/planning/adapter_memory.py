@@ -3,7 +3,8 @@
 GPU    W = W0 + s B A, factors, gradients and optimizer of factors, one layer's gradient of W
 host   W0 of the adapted matrices, pinned
 
-Engines that merge factors themselves have factors on their GPUs, and W0 there or in host memory.
+Engines that merge factors themselves have factors on their GPUs, and W0 there or in host memory;
+those that serve adapters have SGLang's buffers for them on their GPUs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +16,8 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.lora.facts import sends_factors, serves_adapter
+from mcore_rl.weights.lora.facts import is_of_expert, sends_factors, serves_adapter
+from mcore_rl.weights.lora.served import list_served_modules, module_of_name
 from mcore_rl.weights.lora.targets import is_adapted, list_linears, list_matrices
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
@@ -148,6 +150,42 @@ def count_merged(
             base += box.numel
             factors += lora.rank * sum(box.shape)
     return MergedSize(base * itemsize(run.dtype), factors * itemsize(run.dtype))
+
+
+SLOTS = 2
+"""Adapters of a batch of an engine that serves the policy's: those, and the weights alone."""
+
+
+def count_buffers(
+    target: Layout, rank: int, names: Collection[str], lora_rank: int, num_slots: int
+) -> int:
+    """Return the numbers of SGLang's buffers for adapters on engine rank `rank`.
+
+    Each slot has room for factors of the largest rank, of all projections that SGLang keeps in one
+    matrix with those that are adapted (srt/lora/mem_pool.py of 0.5.23).
+
+    names   matrices with factors
+    """
+    modules = list_served_modules(names)
+    sides = sum(
+        sum(box.shape)
+        for box, _ in list_boxes(target, rank)
+        if module_of_name(box.name) in modules and not is_of_expert(box.name)
+    )
+    return num_slots * lora_rank * sides
+
+
+def count_on_engine(run: PlannedRun, target: Layout, rank: int) -> dict[str, int]:
+    """Return what factors take of an engine rank's GPU, by purpose; {} if it gets all weights."""
+    lora = run.train.lora
+    if serves_adapter(lora):
+        numel = count_buffers(target, rank, list_adapted(run), lora.rank, SLOTS)
+        return {"buffers of adapters": numel * itemsize(run.dtype)}
+    merged = count_merged(run, target, rank)
+    if not merged.factors:
+        return {}
+    on_gpu = lora.engine_base == "gpu"
+    return {"factors": merged.factors + (merged.base if on_gpu else 0)}
 
 
 def list_adapted(run: PlannedRun) -> frozenset[str]:

@@ -26,7 +26,7 @@ from mcore_rl.planning.activations import (
     count_received_features,
     count_tower_activations,
 )
-from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter, count_merged
+from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter, count_on_engine
 from mcore_rl.planning.deployment import (
     count_engine_links,
     does_relay,
@@ -98,11 +98,7 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
             uses["linear attention"] = _count_slots(rollout) * num_linear * state
         if rollout.stage_weights:
             uses["staged weights"] = weights
-        merged = count_merged(run, target, first_rank)
-        if merged.factors:
-            on_gpu = run.train.lora.engine_base == "gpu"
-            uses["factors"] = merged.factors + (merged.base if on_gpu else 0)
-        stages.append(uses)
+        stages.append(uses | count_on_engine(run, target, first_rank))
     return stages
 
 

@@ -100,6 +100,15 @@ def test_engines_keep_what_they_merge_factors_into() -> None:
     assert explain_engines(merged) == "" and "factors" not in engine_uses(merged)
 
 
+def test_engines_that_serve_an_adapter_have_buffers_for_it_and_for_the_weights_alone() -> None:
+    """By hand: q, k and v have a place though k is not adapted; each of two ranks cuts one side."""
+    served = ["train.lora.sync=adapter", "train.lora.targets=[q_proj,v_proj,o_proj]"]
+    run = plan("rollout.tp=2", "rollout.ep=2", *served)
+    outputs = (4096 + 2 * 512) // 2
+    sides = 48 * (3 * 2048 + outputs + 4096 // 2 + 2048)
+    assert engine_uses(run)["buffers of adapters"] == 2 * 2 * 32 * sides
+
+
 def test_the_plan_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", f"recipe={QWEN}", *LORA])
     assert "Frozen weights below the factors (train.lora.rank=32)" in capsys.readouterr().out

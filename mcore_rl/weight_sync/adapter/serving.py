@@ -8,6 +8,7 @@ are never found again. Between two steps, with generation paused, all requests w
 begun go on with the new version, as in a sync of weights.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +20,7 @@ from mcore_rl.process.errors import describe_error
 from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weights.hf.config import parse_hf_config
 
+_log = logging.getLogger(__name__)
 SET_UP = "mcore_rl.weight_sync.adapter.serving.serve_adapters"
 """Import path of what a scheduler calls before it begins, for servers that serve adapters."""
 Install = Callable[[str, int, Mapping[str, Any], dict[str, Tensor]], None]
@@ -38,6 +40,7 @@ class AdapterServer:
         """Serve adapters by SGLang's `scheduler`, which has none yet."""
         self._scheduler = scheduler
         self._newest.clear()
+        _log.info("buffers of adapters: %d bytes", self._count_buffer_bytes())
 
     def find(self, name: str) -> str | None:
         """Return SGLang's name of the newest version; None: no version was installed."""
@@ -65,6 +68,11 @@ class AdapterServer:
         if old is not None:
             self._move_waiting(old, new)
             self._unload(old)
+
+    def _count_buffer_bytes(self) -> int:
+        pool = self._manager.memory_pool
+        buffers = (*pool.A_buffer.values(), *pool.B_buffer.values())
+        return sum(layer.nbytes for layers in buffers for layer in layers)
 
     @property
     def _manager(self) -> Any:

@@ -1,6 +1,7 @@
 """Eight adapters of different ranks on one engine: each is what it is alone, and when merged."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from mcore_rl.agents.gateway.admission import GatewayOptions
 from mcore_rl.agents.gateway.gateway import Gateway
 from mcore_rl.agents.messages import EndReason
 from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import ParallelConfig, RolloutConfig
+from mcore_rl.planning.adapter_memory import count_buffers
+from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.collector import GroupRequest
 from mcore_rl.rollout.engine import EngineProcess
@@ -24,10 +27,12 @@ from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
 from mcore_rl.run.served_adapters import make_slots
 from mcore_rl.types import EpisodeRecord, Prompt
-from mcore_rl.weights.hf.config import parse_hf_config
+from mcore_rl.weights.hf.config import ModelFacts, parse_hf_config
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.lora.base import compute_base_sum
 from mcore_rl.weights.lora.facts import AdapterFacts
 from mcore_rl.weights.lora.peft_files import write_peft
+from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.workers.episodes import make_turn_sampler
 from tests.support.engine_keys import KEYS
 from tests.support.gateways import post
@@ -127,6 +132,16 @@ def test_each_of_eight_adapters_is_what_it_is_alone_and_when_merged(
             ]
             assert answer["output_ids"] == one_by_one[name]["output_ids"]
             assert max(differences) < EXACT, name
+
+
+def test_the_plan_counts_the_buffers_for_adapters(served: Served) -> None:
+    log = (served.base.parent / "0.log").read_text()
+    [told] = re.findall(r"buffers of adapters: (\d+) bytes", log)
+    facts = ModelFacts.read(served.base)
+    names = [name for name in hf_tensor_shapes(facts.config) if name.endswith("_proj.weight")]
+    layouts = record_layouts(facts, "float32", ParallelConfig(), SGLangSizes(), fp8=False)
+    numel = count_buffers(layouts.target(), 0, names, max(RANKS), len(RANKS) + 1)
+    assert 4 * numel == int(told)
 
 
 class PlainFormat:

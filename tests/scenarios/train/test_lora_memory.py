@@ -12,10 +12,24 @@ from mcore_rl.train.offload import TRAINING, WEIGHTS, _gradients
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.models import family_of
-from tests.support.distributed import run_each
-from tests.support.tiny_training import make_actor, write_hf_model
+from tests.support.distributed import run_each, run_ranks
+from tests.support.peak_allocations import PeakAllocations
+from tests.support.tiny_training import (
+    LENS,
+    make_actor,
+    make_batches,
+    token_loss,
+    write_hf_model,
+)
 
 LORA = LoraConfig(rank=32, alpha=32)
+LARGE = {
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_experts": 16,
+    "moe_intermediate_size": 256,
+    "mlp_only_layers": [],
+}
 LAYOUTS: list[dict[str, Any]] = [{"dp": 2, "ep": 1}, {"tp": 2}, {"ep": 2}, {"pp": 2}]
 
 
@@ -55,3 +69,34 @@ def test_a_rank_holds_what_is_predicted(tmp_path: Path) -> None:
             for name, got, want in zip(names, measured, predicted, strict=True):
                 assert want == pytest.approx(got, rel=0.01), (layout, rank, name)
             assert predicted[3] == measured[3]
+
+
+def measure_step(rank: int, world_size: int, port: int, model: ModelConfig) -> tuple[int, int]:
+    """Return the bytes that are held between steps, and the most that a step has besides."""
+    options: dict[str, Any] = {"lora": LORA, "router_aux_loss_coef": 0.0}
+    actor = make_actor(
+        rank, world_size, port, model, ParallelConfig(), OptimizerConfig(), **options
+    )
+    batches = make_batches()[1:2]
+
+    def step() -> None:
+        actor.train_step(batches, token_loss, temperature=1.0, num_tokens=sum(LENS[1]))
+
+    step()  # makes the optimizer's state
+    with PeakAllocations() as allocations:
+        step()
+    return actor.held_bytes, allocations.peak_bytes
+
+
+@pytest.mark.gloo
+def test_a_step_takes_what_is_predicted(tmp_path: Path) -> None:
+    """The gradients of a layer's experts, all at once, are most of what a step takes besides."""
+    model = ModelConfig(path=str(write_hf_model(tmp_path / "model", **LARGE)))
+    [(held, beside)] = run_ranks(measure_step, 1, model)
+    train = TrainConfig(lora=LORA, max_tokens_per_microbatch=sum(LENS[1]))
+    [uses] = _predict_training(
+        read_hf_config(model.path), "float32", ParallelConfig(), train, expert_load=1.0
+    )
+    assert sum(uses.values()) == pytest.approx(held + beside, rel=0.05)
+    besides = sum(uses.values()) - held
+    assert besides == pytest.approx(beside, rel=0.05) and besides > 0.15 * held
