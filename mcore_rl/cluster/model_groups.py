@@ -41,7 +41,7 @@ class _Build:
     def fit(self, layout: PlacedLayout) -> "_Build":
         """Return how the ranks of another layout are built, on the GPUs of their places."""
         gpu_ids = [self.gpu_ids[rank] for rank in layout.places] if self.gpu_ids else ()
-        spec = replace(self.spec, parallel=layout.parallel)
+        spec = replace(self.spec, parallel=layout.parallel, frozen_paths=())
         return replace(self, spec=spec, gpu_ids=gpu_ids)
 
 
@@ -366,6 +366,10 @@ class ModelGroup:
     def gpu_ids(self) -> list[tuple[str, ...]]:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
         return self._group.gpu_ids(self._answer_s)
+
+    def find_frozen_paths(self) -> tuple[str, ...]:
+        """Return, by rank, where others can map the weights below low-rank factors."""
+        return tuple(self._call("find_frozen_path"))
 
     def pids(self) -> list[int]:
         """Return process ids by rank, each on its own machine."""

@@ -48,7 +48,7 @@ from mcore_rl.config import (
 from mcore_rl.config.deadlines import Deadlines, limit_batch, limit_stopped
 from mcore_rl.config.upstream.values import server_arguments
 from mcore_rl.planning.bundles import RunSize, plan_run
-from mcore_rl.planning.recipe_models import make_critic_training
+from mcore_rl.planning.recipe_models import make_critic_training, shares_frozen
 from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
@@ -104,6 +104,7 @@ class RunProcesses:
         spec = self._make_spec(
             config.model, config.parallel, config.train, optimizer, num_steps, loss
         )
+        spec = replace(spec, lends_frozen=self._shares_frozen)
         self._trainer.start_build(spec, config.run.startup_timeout_s)
         return self._trainer
 
@@ -117,9 +118,18 @@ class RunProcesses:
         train = make_critic_training(config.train, critic)
         spec = self._make_spec(model, critic.parallel, train, critic.optimizer, num_steps, loss)
         assert self._trainer is not None
+        if self._shares_frozen:
+            spec = replace(spec, frozen_paths=self._trainer.find_frozen_paths())
         gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
         self._critic.start_build(spec, config.run.startup_timeout_s, gpu_ids)
         return self._critic
+
+    @property
+    def _shares_frozen(self) -> bool:
+        """Return whether the critic's ranks map the weights below factors of the trainer's."""
+        config = self._config
+        has_critic = self._critic is not None
+        return has_critic and shares_frozen(config.train.lora, config.parallel, config.critic)
 
     def _make_spec(
         self,

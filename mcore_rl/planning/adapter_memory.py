@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config import CriticLoraConfig, LoraConfig, ParallelConfig
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.recipe_models import PlannedRun, shares_frozen
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -61,18 +61,26 @@ def count_adapter(
     layers = {rule.key: _count_layers(rule, hf_config, layout, stage) for rule, _ in linears}
     factors = {False: 0, True: 0}
     held = _count_held(layout, sizes, stage)
-    touched: set[str] = set()
+    touched = {key for key in _list_adapted_keys(hf_config, lora) if layers[key]}
     for rule, tensor in linears:
         if is_adapted(rule, tensor, lora.targets, lora.experts) and layers[rule.key]:
             experts = axes["experts"] // sizes.ep if rule.numbers_experts else 1
             matrices = layers[rule.key] * experts
             factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.rank)
-            touched.add(rule.key)
     frozen = sum(held[key] for key in touched)
     layer = max((held[key] // layers[key] for key in touched), default=0)
     has_head = has_value_head(hf_config) and stage == sizes.pp - 1
     head = axes["hidden"] if has_head else 0
     return AdapterSize(factors[False], factors[True], frozen, layer, head)
+
+
+def _list_adapted_keys(hf_config: HfConfig, lora: LoraConfig | CriticLoraConfig) -> set[str]:
+    """Return the keys of the rules some of whose tensors have factors."""
+    return {
+        rule.key
+        for rule, tensor in list_linears(hf_config)
+        if is_adapted(rule, tensor, lora.targets, lora.experts)
+    }
 
 
 def _count_layers(rule: Rule, hf_config: HfConfig, layout: MegatronLayout, stage: int) -> int:
@@ -103,11 +111,24 @@ def list_frozen_bytes(run: PlannedRun) -> list[int]:
 
 
 def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
-    """Return the same of critic ranks; [] if there is no critic, or it has no factors."""
+    """Return the same of critic ranks, without what they share with trainer ranks.
+
+    [] if there is no critic, or it has no factors.
+    """
     critic, model = run.critic, run.models.critic
     if critic is None or model is None:
         return []
-    return _list_frozen(add_value_head(model.config), run.dtype, critic.parallel, critic.lora)
+    config = add_value_head(model.config)
+    sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora)
+    if not shares_frozen(run.train.lora, run.parallel, critic):
+        return sizes
+    shared = _list_adapted_keys(config, run.train.lora) & _list_adapted_keys(config, critic.lora)
+    layout_sizes = MegatronSizes.from_config(critic.parallel, config)
+    layout = MegatronLayout(family_of(config), config, layout_sizes, run.dtype)
+    held = [_count_held(layout, layout_sizes, stage) for stage in range(len(sizes))]
+    saved = [sum(of_stage[key] for key in shared if key in of_stage) for of_stage in held]
+    pairs = zip(sizes, saved, strict=True)
+    return [size - numel * itemsize(run.dtype) for size, numel in pairs]
 
 
 def _list_frozen(
@@ -225,10 +246,14 @@ def explain_frozen(run: PlannedRun) -> str:
     if frozen := list_frozen_bytes(run):
         option = f"train.lora.rank={run.train.lora.rank}"
         said.append(_explain_ranks(run, "trainer", option, frozen, run.parallel))
+    critic = run.critic
     if frozen := list_frozen_critic_bytes(run):
-        assert run.critic is not None
-        option = f"critic.lora.rank={run.critic.lora.rank}"
-        said.append(_explain_ranks(run, "critic", option, frozen, run.critic.parallel))
+        assert critic is not None
+        if shares_frozen(run.train.lora, run.parallel, critic):
+            said.append("Critic ranks share those of matrices that both adapt.")
+        if any(frozen):
+            option = f"critic.lora.rank={critic.lora.rank}"
+            said.append(_explain_ranks(run, "critic", option, frozen, critic.parallel))
     return " ".join(said)
 
 

@@ -90,6 +90,16 @@ def make_critic_training(train: TrainConfig, critic: CriticConfig) -> TrainConfi
     )
 
 
+def shares_frozen(lora: LoraConfig, parallel: ParallelConfig, critic: CriticConfig) -> bool:
+    """Return whether a critic's ranks use the weights below factors that the policy's ranks keep.
+
+    Rank k of both is on one GPU, and holds the same part of one model.
+    """
+    both = bool(lora.rank) and bool(critic.lora.rank)
+    layouts = (replace(own, dp=own.dp_size) for own in (parallel, critic.parallel))
+    return both and critic.colocated and not critic.path and next(layouts) == next(layouts)
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """The parts of a recipe that decide what its ranks hold and what a weight sync sends.

@@ -26,6 +26,7 @@ from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
 from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, make_adapter
+from mcore_rl.train.lora.frozen import ALONE, BaseSharing
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.mtp.drafts import make_mtp_loss
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
@@ -75,9 +76,11 @@ class TrainedModel:
         optimizer: OptimizerConfig,
         total_steps: int,
         seed: int,
+        sharing: BaseSharing = ALONE,
     ) -> None:
         """Build the model in the layout of the process groups and fill it.
 
+        sharing   of the weights below low-rank factors
         Raises what ModelFacts.read, make_transformer_config and fill_weights raise.
         """
         stored = ModelFacts.read(model.path)
@@ -105,12 +108,17 @@ class TrainedModel:
         self._shared = SharedAttention(chunks) if train.share_prefixes else None
         self._output_rows = OutputRows(chunks)
         self._drafts = make_mtp_loss(chunks, self.hf_config, train.mtp_loss, self._output_rows)
-        self._adapter = make_adapter(chunks, train.lora, model, stored, self.hf_config, seed)
+        adapted = train.lora, model, stored, self.hf_config
+        self._adapter = make_adapter(chunks, *adapted, seed, sharing)
         self.rank_clock = RankClock()
         self.chunks = self._wrap(chunks)
         self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
         self._memory = DeviceMemory(self.chunks, self.optimizer)
+        self._keep_states(parallel)
+
+    def _keep_states(self, parallel: ParallelConfig) -> None:
+        """Make what copies this rank's state to kept memory and to files."""
         adapter = self._adapter.facts if self._adapter else None
         has_factors = adapter is not None
         self._state = RankState(self.chunks, self.optimizer, self._memory, has_factors=has_factors)
@@ -200,6 +208,11 @@ class TrainedModel:
     def adapter_layouts(self) -> dict[Content, Held]:
         """Return the same of low-rank factors and of the weights below them; {} without factors."""
         return {} if self._adapter is None else self._adapter.layouts()
+
+    @property
+    def frozen_path(self) -> str:
+        """Where others can map the weights below low-rank factors; "": nowhere."""
+        return "" if self._adapter is None else self._adapter.frozen.path
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """Return a block within which the weights are those below low-rank factors, if any."""

@@ -48,6 +48,8 @@ class ModelSpec:
     outlives_failed_saves  checkpoint.on_error=continue
     sends_rounded          engines get the rounded weights of train.fake_quantization; False: they
                            get values of rollout.quantization, which are made of the weights
+    lends_frozen           weights below low-rank factors lie where a critic can map them
+    frozen_paths           where those of the policy's ranks lie, by rank; (): nowhere
     """
 
     model: ModelConfig
@@ -62,6 +64,8 @@ class ModelSpec:
     profile_dir: str = ""
     outlives_failed_saves: bool = False
     sends_rounded: bool = False
+    lends_frozen: bool = False
+    frozen_paths: tuple[str, ...] = ()
 
 
 class ModelWorker:
@@ -86,6 +90,7 @@ class ModelWorker:
         os.environ.update(exact_pinning(os.environ))
         leave_compiler_out()
         with without_collector():
+            from mcore_rl.train.lora.frozen import BaseSharing
             from mcore_rl.train.runtime import init_distributed
 
             model_cls = self._model_cls()
@@ -105,9 +110,10 @@ class ModelWorker:
         self._sends_rounded = spec.sends_rounded
         self._profile = spec.profile
         self._profile_dir = Path(spec.profile_dir)
-        self._model = model_cls(
-            spec.model, spec.parallel, spec.train, spec.optimizer, spec.total_steps, spec.seed
-        )
+        borrowed = spec.frozen_paths[rank] if spec.frozen_paths else ""
+        sharing = BaseSharing(spec.lends_frozen, borrowed)
+        parts = spec.model, spec.parallel, spec.train, spec.optimizer
+        self._model = model_cls(*parts, spec.total_steps, spec.seed, sharing)
         if storage is not None:
             self._model.keep_files_with(storage)
         if spec.outlives_failed_saves:
@@ -153,6 +159,9 @@ class ModelWorker:
 
     def _answer_step(self, stats: StepStats | None) -> RankStep:
         return RankStep(stats, self._model.rank_clock.take(), self._coordinate.pp)
+
+    def find_frozen_path(self) -> str:
+        return self._model.frozen_path
 
     def peak_flops(self) -> float | None:
         return peak_flops()

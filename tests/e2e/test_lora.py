@@ -25,6 +25,7 @@ SETTINGS = (
     "checkpoint.every_steps=1",
     "algorithm.advantage=gae",
     "critic.colocated=true",
+    "critic.parallel.ep=2",
     "critic.lora.rank=8",
     "critic.lora.experts=false",
     "critic.optimizer.lr=3e-3",

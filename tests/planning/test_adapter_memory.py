@@ -75,6 +75,17 @@ def test_a_critics_weights_are_frozen_on_its_own_host() -> None:
     assert own["optimizer"] == 12 * (expert + dense / 8)
 
 
+def test_a_critic_on_the_trainers_gpus_shares_what_both_adapt() -> None:
+    shared = ["algorithm.advantage=gae", "critic.colocated=true", "critic.lora.rank=8"]
+    shared += ["critic.parallel.dp=8", "critic.parallel.ep=8"]
+    attention = "train.lora.targets=[q_proj,k_proj,v_proj,o_proj]"
+    assert list_frozen_critic_bytes(plan(*shared)) == [0]
+    assert explain_frozen(plan(*shared)).endswith("that both adapt.")
+    assert list_frozen_critic_bytes(plan(*shared, attention)) == [2 * EXPERTS // 8]
+    other_layout = plan(*shared[:3], "critic.parallel.dp=4", "critic.parallel.ep=4")
+    assert list_frozen_critic_bytes(other_layout) == [2 * (ATTENTION + EXPERTS // 4)]
+
+
 def engine_uses(run: PlannedRun) -> dict[str, float]:
     return dict(next(rank.uses for rank in predict_memory(run) if rank.side == "engine"))
 

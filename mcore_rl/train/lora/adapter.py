@@ -44,7 +44,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.config import LoraConfig, ModelConfig
-from mcore_rl.device import allocate_pinned_like
+from mcore_rl.train.lora.frozen import ALONE, BaseSharing, FrozenWeights
 from mcore_rl.train.weights import weight_layout
 from mcore_rl.weights.box import Box, Shape, Shard
 from mcore_rl.weights.hf.config import ModelFacts
@@ -199,6 +199,7 @@ def make_adapter(
     stored: ModelFacts,
     hf_config: HfConfig,
     seed: int,
+    sharing: BaseSharing = ALONE,
 ) -> "LoraAdapter | None":
     """Return the adapter that a recipe trains, new or from `config.path`; a collective.
 
@@ -213,7 +214,7 @@ def make_adapter(
         sums = [find_base_sum(model.init, stored, seed)]
     dist.broadcast_object_list(sums)
     facts = AdapterFacts.make(config, hf_config, sums[0], str(stored.path))
-    adapter = LoraAdapter(chunks, facts, hf_config, seed)
+    adapter = LoraAdapter(chunks, facts, hf_config, seed, sharing)
     if config.path:
         adapter.start_from(Path(config.path), hf_config)
     return adapter
@@ -228,6 +229,7 @@ class LoraAdapter:
         facts: AdapterFacts,
         hf_config: HfConfig,
         seed: int,
+        sharing: BaseSharing = ALONE,
     ) -> None:
         """Freeze the chunks, which have their weights, and give them factors; a collective.
 
@@ -252,7 +254,7 @@ class LoraAdapter:
             chunk.add_module(FACTORS.rstrip("."), factors.to(next(chunk.parameters()).device))
             self._factors.append(factors)
         held = {shard.tensor for target in targets for shard in target.shards}
-        self._base = {name: _copy_to_host(tensors[name]) for name in sorted(held)}
+        self._frozen = FrozenWeights({name: tensors[name] for name in sorted(held)}, sharing)
         self._stamp = torch.tensor(
             facts.make_stamp(hf_config).encode(), device=next(chunks[0].parameters()).device
         )
@@ -269,6 +271,11 @@ class LoraAdapter:
                     second.copy_(file.read(f"{matrix.name}.B"))
         self.merge()
 
+    @property
+    def frozen(self) -> FrozenWeights:
+        """The weights below the factors, in host memory."""
+        return self._frozen
+
     def layouts(self) -> dict[Content, Held]:
         """Return what this rank holds of the frozen weights, in host memory, and of factors."""
         base = [shard for factors in self._factors for t in factors.targets for shard in t.shards]
@@ -281,7 +288,7 @@ class LoraAdapter:
                 dtype = str(first.dtype).removeprefix("torch.")
                 rank = self.facts.rank
                 shards += make_whole_factors(matrix.name, matrix.shape, rank, names, dtype)
-        return {"base": (base, dict(self._base)), "factors": (shards, tensors)}
+        return {"base": (base, dict(self._frozen.copies)), "factors": (shards, tensors)}
 
     def finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Do what megatron-core's finalize_model_grads does, for factors."""
@@ -338,7 +345,7 @@ class LoraAdapter:
 
     @torch.no_grad()
     def _restore_base(self) -> None:
-        for name, base in self._base.items():
+        for name, base in self._frozen.copies.items():
             self._tensors[name].copy_(base, non_blocking=True)
 
 
@@ -380,9 +387,3 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.
 def _is_cut(parameter: Tensor) -> bool:
     """Return whether a rank's gradient is that of its part of each sequence only."""
     return getattr(parameter, "sequence_parallel", False)
-
-
-def _copy_to_host(tensor: Tensor) -> Tensor:
-    copy = allocate_pinned_like(tensor)
-    copy.copy_(tensor)
-    return copy

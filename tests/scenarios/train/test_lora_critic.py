@@ -17,6 +17,7 @@ from mcore_rl.config import (
     Config,
     CriticConfig,
     CriticLoraConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -27,8 +28,10 @@ from mcore_rl.planning.kept_state import predict_kept_states
 from mcore_rl.planning.memory import predict_critic
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.process.kept_memory import HEADER_BYTES, KeptMemory
+from mcore_rl.train.actor import Actor
 from mcore_rl.train.checkpoint_check import read_places_of
 from mcore_rl.train.critic import CriticModel
+from mcore_rl.train.lora.frozen import ALONE, BaseSharing
 from mcore_rl.train.offload import TRAINING, WEIGHTS, _gradients
 from mcore_rl.train.recovery.rank_state import SMALL_BYTES
 from mcore_rl.train.runtime import init_distributed
@@ -49,7 +52,12 @@ LAYOUTS: list[dict[str, Any]] = [{"tp": 2, "ep": 2}, {"pp": 2}, {"dp": 2, "ep": 
 
 
 def make_critic(
-    rank: int, world_size: int, port: int, path: str, layout: dict[str, Any]
+    rank: int,
+    world_size: int,
+    port: int,
+    path: str,
+    layout: dict[str, Any],
+    sharing: BaseSharing = ALONE,
 ) -> CriticModel:
     parallel = ParallelConfig(**layout)
     init_distributed(rank, world_size, "127.0.0.1", port, parallel, seed=0, timeout_s=60)
@@ -57,7 +65,14 @@ def make_critic(
     train = TrainConfig(router_aux_loss_coef=0.1, router_bias_rate=0.1)
     train = make_critic_training(train, CriticConfig(lora=LORA))
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
-    return CriticModel(ModelConfig(path=path), parallel, train, optimizer, 6, seed=0)
+    return CriticModel(ModelConfig(path=path), parallel, train, optimizer, 6, 0, sharing)
+
+
+def make_lender(path: str, layout: dict[str, Any]) -> Actor:
+    """Return a policy that lets others map the weights below its factors."""
+    train = TrainConfig(lora=LoraConfig(rank=2, experts=False))
+    parts = ModelConfig(path=path), ParallelConfig(**layout), train, OptimizerConfig()
+    return Actor(*parts, 6, 0, BaseSharing(lends=True))
 
 
 def start(rank: int, world_size: int, port: int, path: str, layout: dict[str, Any]) -> CriticModel:
@@ -92,7 +107,12 @@ def measure(critic: CriticModel) -> tuple[int, int, int, int]:
     critic.hold({WEIGHTS, TRAINING})
     gradients = sum(gradient.nbytes for gradient in _gradients(critic.chunks))
     optimizer = critic.held_bytes - weights - gradients
-    return weights, gradients, optimizer, sum(b.nbytes for b in critic._adapter._base.values())
+    return (
+        weights,
+        gradients,
+        optimizer,
+        sum(b.nbytes for b in critic._adapter.frozen.copies.values()),
+    )
 
 
 def take_steps(
@@ -118,7 +138,21 @@ def take_steps(
 def resume(
     rank: int, world_size: int, port: int, path: str, root: Path, saved: str, layout: Any
 ) -> None:
-    critic = make_critic(rank, world_size, port, path, layout)
+    """Take the last step from a checkpoint, with frozen weights that a policy lends."""
+    init_distributed(
+        rank, world_size, "127.0.0.1", port, ParallelConfig(**layout), seed=0, timeout_s=60
+    )
+    actor = make_lender(path, layout)
+    sharing = BaseSharing(borrowed=actor.frozen_path)
+    critic = make_critic(rank, world_size, port, path, layout, sharing)
+    assert actor._adapter is not None and critic._adapter is not None
+    lent, frozen = actor._adapter.frozen, critic._adapter.frozen
+    for name, copy in frozen.copies.items():
+        assert (name in lent.copies) == (".experts." not in name), name
+        if name in lent.copies:
+            assert torch.equal(copy, lent.copies[name])
+    experts = [copy.nbytes for name, copy in frozen.copies.items() if ".experts." in name]
+    assert frozen.own_bytes == sum(experts) > 0
     critic.load(root / saved / "checkpoint")
     step(critic)
     critic.export_hf(root / f"{saved}_in_{name_of(layout)}")

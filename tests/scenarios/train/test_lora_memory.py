@@ -39,7 +39,7 @@ def measure(rank: int, world_size: int, port: int, model: ModelConfig, layout: A
     options: dict[str, Any] = {"lora": LORA, "router_aux_loss_coef": 0.0}
     actor = make_actor(rank, world_size, port, model, parallel, OptimizerConfig(), **options)
     assert actor._adapter is not None
-    host = sum(base.nbytes for base in actor._adapter._base.values())
+    host = sum(base.nbytes for base in actor._adapter.frozen.copies.values())
     actor.hold({WEIGHTS})
     weights = actor.held_bytes
     actor.hold({WEIGHTS, TRAINING})
