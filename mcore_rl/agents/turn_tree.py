@@ -236,4 +236,5 @@ def _record(turn: Turn) -> TurnRecord:
         reward=turn.reward,
         calls=tuple(f"{attempt.name}: {attempt.status}" for attempt in turn.answer.attempts),
         adapter=turn.adapter,
+        versions=tuple(span.version for span in turn.versions),
     )

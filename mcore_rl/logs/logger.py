@@ -323,6 +323,7 @@ def _make_turn_row(turn: TurnRecord) -> dict[str, Any]:
         "parent": turn.parent,
         "fork": turn.fork,
         "adapter": turn.adapter,
+        "versions": list(turn.versions),
         "messages": list(turn.messages),
         "answer": turn.answer,
         "calls": list(turn.calls),

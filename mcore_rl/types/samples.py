@@ -106,6 +106,7 @@ class TurnRecord:
     calls          the status of each attempt to call a tool
     adapter        what answered in the place of the policy, whose tokens do not train; empty: the
                    policy
+    versions       of the weights that drew the answer, in order
     """
 
     number: int
@@ -118,6 +119,7 @@ class TurnRecord:
     reward: float = 0.0
     calls: tuple[str, ...] = ()
     adapter: str = ""
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ def test_another_adapter_answers_in_rows_of_its_own_that_do_not_train() -> None:
     episode = scene.recorder.finish(EndReason.DONE)
     (row,) = episode.rows
     assert set(row.turn_T[row.is_trained].tolist()) == {0, 3}
-    assert [turn.adapter for turn in episode.turns] == ["", "base", "base", ""]
+    told = [(turn.adapter, turn.versions) for turn in episode.turns]
+    assert told == [("", (1,)), ("base", (2,)), ("base", (3,)), ("", (4,))]
 
 
 def test_limits_end_the_episode() -> None:
