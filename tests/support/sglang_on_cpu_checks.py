@@ -15,6 +15,7 @@ from collections.abc import Callable
 from tests.support import (
     sglang_attention_checks,
     sglang_delta_net_checks,
+    sglang_draft_checks,
     sglang_kernel_checks,
     sglang_mamba_checks,
     sglang_native_checks,
@@ -29,6 +30,7 @@ MODULES = (
     sglang_delta_net_checks,
     sglang_mamba_checks,
     sglang_native_checks,
+    sglang_draft_checks,
     sglang_sparse_checks,
 )
 

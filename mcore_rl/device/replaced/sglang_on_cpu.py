@@ -254,6 +254,20 @@ PATCHES: tuple[Patch, ...] = (
         switch="rollout.compiled=false",
     ),
     _patch(
+        "drafts",
+        "sample_drafts",
+        tuple(
+            f"{_SRT}.speculative.eagle_utils.{name}"
+            for name in (
+                *("_verify_uses_greedy", "tree_speculative_sampling_target_only"),
+                *("top_k_renorm_prob", "top_p_renorm_prob"),
+            )
+        ),
+        "the choice of the likeliest tokens, where engines speculate, by sampling",
+        "SGLang's sampling kernels for drafts are for GPUs",
+        "CUDA kernels that sample",
+    ),
+    _patch(
         "native_forward",
         "run_in_compiled_code",
         (

@@ -15,7 +15,7 @@ import torch
 from import_standin import missing
 from torch import Tensor
 
-from sgl_kernel import mamba, qwen3_5
+from sgl_kernel import mamba, qwen3_5, speculative
 
 __version__ = "0.0.0+cpu"
 
@@ -103,6 +103,12 @@ for _module, *_names in (
 ):
     for _name in _names:
         _library.impl(_name, getattr(_module, _name), "CPU")
+for _name in (
+    *("assign_extend_cache_locs_cpu", "assign_draft_cache_locs_contiguous_cpu"),
+    *("fill_accept_out_cache_loc_cpu", "fill_bonus_tokens_cpu"),
+    *("build_tree_kernel_efficient_cpu", "verify_tree_greedy_cpu"),
+):
+    globals()[_name] = getattr(speculative, _name)
 # SGLang looks it up where it serves Qwen3.5; only attention without a gate calls it.
 _library.define("fused_qk_gemma_rmsnorm_cpu(Tensor x) -> Tensor")
 

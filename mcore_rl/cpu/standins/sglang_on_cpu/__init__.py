@@ -18,6 +18,7 @@ from sglang_on_cpu.attention import (
 )
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
 from sglang_on_cpu.delta_net import norm_gated_outputs
+from sglang_on_cpu.drafts import sample_drafts
 from sglang_on_cpu.experts import (
     gate_shared_expert,
     group_experts,
@@ -64,6 +65,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     keep_adapters_in_plain_memory,
     allow_seeded_sampling,
     sample_in_one_pass,
+    sample_drafts,
     run_in_compiled_code,
 )
 

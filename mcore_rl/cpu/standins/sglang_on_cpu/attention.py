@@ -7,7 +7,7 @@ A group is padded to its longest request; no request is shorter than half of tha
                         bbbbbb..
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -194,10 +194,14 @@ def batch_attention() -> None:
 
     def init_forward_metadata(self: Any, forward_batch: Any) -> None:
         self.attention_groups = None  # drop those of the last forward pass
+        if forward_batch.forward_mode.is_target_verify():
+            self.attention_groups = group_drafts(forward_batch, self.req_to_token_pool.req_to_token)
         init_metadata(self, forward_batch)
 
     def run_extend(self: Any, *args: Any, **options: Any) -> Tensor:
         tensors, requests, (_, query_lens), encoder_lens = args[:4], args[4:7], args[7:9], args[9:]
+        if query_lens is None:  # of drafts, which have their groups already
+            return _run_groups(self, tensors, requests, [], options)
         if not options["causal"] or _is_special(encoder_lens, options):
             return loop_extend(self, *args, **options)
         return _run_groups(self, tensors, requests, query_lens.tolist(), options)
@@ -211,6 +215,40 @@ def batch_attention() -> None:
     Backend.init_forward_metadata = init_forward_metadata
     Backend._run_sdpa_forward_extend = run_extend
     Backend._run_sdpa_forward_decode = run_decode
+
+
+def group_drafts(forward_batch: Any, req_to_token: Tensor) -> list[Group]:
+    """Return the groups of a batch whose queries are each request's tree of drafts.
+
+    A draft sees what is before the tree, its ancestors and itself, at positions by their depths.
+    """
+    drafts = forward_batch.spec_info
+    num_drafts = drafts.draft_token_num
+    seq_lens_B = forward_batch.seq_lens + num_drafts
+    groups = make_groups(
+        [num_drafts] * len(seq_lens_B),
+        *(seq_lens_B.tolist(), req_to_token, forward_batch.req_pool_indices),
+    )
+    if drafts.tree_topk == 1:  # a chain: each draft sees those before it
+        return groups
+    mask_RNN = drafts.custom_mask.view(len(seq_lens_B), num_drafts, num_drafts).bool()
+    return [_see_ancestors(group, mask_RNN, forward_batch.seq_lens) for group in groups]
+
+
+def _see_ancestors(group: Group, mask_RNN: Tensor, starts_R: Tensor) -> Group:
+    """Return the group with distances along trees that begin at `starts_R` of their requests."""
+    num_drafts = mask_RNN.shape[1]
+    members_B = group.query_rows_BQ[:, 0] // num_drafts
+    mask_BNN, start_B1 = mask_RNN[members_B], starts_R[members_B, None]
+    position_BN = start_B1 + mask_BNN.sum(-1) - 1
+    key_K = torch.arange(group.distance_BQK.shape[2])
+    node_BK = (key_K - start_B1).clamp(0, num_drafts - 1)
+    is_draft_BK = (key_K >= start_B1) & (key_K < start_B1 + num_drafts)
+    key_position_BK = torch.where(is_draft_BK, position_BN.gather(1, node_BK), key_K)
+    seen_BNK = mask_BNN.gather(2, node_BK[:, None].expand(-1, num_drafts, -1))
+    seen_BNK = torch.where(is_draft_BK[:, None], seen_BNK, key_K < start_B1[..., None])
+    distance_BNK = position_BN[..., None] - key_position_BK[:, None]
+    return replace(group, distance_BQK=torch.where(seen_BNK, distance_BNK, -1), masks={})
 
 
 def _with_extras(forward: Any) -> Any:
