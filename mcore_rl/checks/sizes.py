@@ -119,6 +119,7 @@ def check_engines(
             " stages reports the experts that the first stage chose, and no others; set"
             " drift.routed_experts=false"
         )
+    check_drafts(drift, rollout, policy)
     check_indexer_reports(drift, rollout, policy)
     check_eval_lens(data, rollout, evaluation, policy)
     try:
@@ -126,6 +127,30 @@ def check_engines(
     except ValueError as error:
         raise ValueError(f"model.path={policy.path} in the recipe's engines: {error}") from None
     check_engine_sizes(rollout, policy)
+
+
+def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts) -> None:
+    """Raise ValueError if engines of the model cannot speculate, or report of it what is wrong."""
+    if rollout.speculate == "none":
+        return
+    sizes = policy.sizes
+    problems = {
+        "the model has sparse attention": "index_topk" in sizes,
+        "the model has linear attention": bool({"mamba_heads", "delta_key_heads"} & sizes.keys()),
+        "the model sees images": policy.has_tower,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ValueError(
+                f"rollout.speculate={rollout.speculate} with model.path={policy.path}: {problem},"
+                " and what SGLang draws then is not known to be right; set rollout.speculate=none"
+            )
+    if drift.routed_experts and policy.has_experts:
+        raise ValueError(
+            f"rollout.speculate={rollout.speculate} with drift.routed_experts=true: SGLang does not"
+            " report the experts of tokens that were guessed; set drift.routed_experts=false, which"
+            " train.router_replay=engine cannot do without, or rollout.speculate=none"
+        )
 
 
 def check_indexer_reports(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts) -> None:

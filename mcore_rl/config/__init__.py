@@ -48,6 +48,7 @@ from mcore_rl.config.run import (
     TrackingConfig,
 )
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
+from mcore_rl.config.speculation import check_speculation, find_unread_in_speculation
 from mcore_rl.config.training import (
     CriticConfig,
     CriticLoraConfig,
@@ -227,6 +228,7 @@ class Config(Options, group=""):
     def _list_unread(self) -> Iterator[Unread]:
         """Yield the options that nothing reads, by the groups whose values make them so."""
         yield from find_unread_in_rollout(self.rollout)
+        yield from find_unread_in_speculation(self.rollout)
         yield from find_unread_in_kl(self.algorithm.kl)
         yield from find_unread_in_correction(self.algorithm.correction)
         yield from find_unread_in_reward(self.reward, self.agents.is_used)
@@ -271,4 +273,5 @@ class Config(Options, group=""):
             check_optimizer(group, optimizer)
         for role, model in self.served_groups.items():
             check_passed(f"{role}.sglang", model.sglang, TO_SERVED, {"engine": role})
-        check_engines(self.rollout, self.drift)
+        check_engines(self.rollout)
+        check_speculation(self.rollout, self.drift, self.train.lora)

@@ -137,6 +137,11 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "mtp/acceptance": "share of predictions that the policy's own best token confirms",
         "mtp/grad_norm": "norm of these layers' gradient before clipping",
     },
+    "Drafts of engines that speculate": {
+        "drafts/version": "the newest weights that verified drafts since the last step",
+        "drafts/acceptance": "share of rollout.speculate_tokens that these accepted, per pass",
+        "drafts/tokens_per_pass": "tokens that a pass of these drew for a request",
+    },
     "Weight sync": {
         "sync/seconds": "wall time of the weight sync",
         "sync/transfer_seconds": "wall time of its transfer, slowest engine",

@@ -22,6 +22,7 @@ from typing import Any
 from uuid import uuid4
 
 from mcore_rl.config import RolloutConfig
+from mcore_rl.rollout.drafts import DraftCounter, DraftCounts
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission
@@ -135,6 +136,7 @@ class EngineSet:
         self._home = home
         self.migration = Migration(migration_gap)
         self.paces = EnginePaces()
+        self.drafts = DraftCounter()
         self._follow()
 
     def list_own(self) -> list[EngineLoad]:
@@ -309,6 +311,7 @@ class RolloutSession:
         _check_versions(sample, oldest)
         num_drawn = sample.response_len - (request.begun.response_len if request.begun else 0)
         self._engines.paces.note(engine.address.number, load, num_drawn, seconds)
+        self._engines.drafts.add(sample.drafts)
         return _name_engine(sample, engine.address.number)
 
     async def gather(self, works: Sequence[Coroutine[Any, Any, Sample]]) -> list[Sample]:
@@ -420,6 +423,10 @@ class RolloutClient:
     def take_paces(self) -> Paces:
         """Return the tokens and seconds of requests since the last call."""
         return self._engines.paces.take()
+
+    def take_drafts(self) -> DraftCounts:
+        """Return the verified drafts since the last call, by version of weights."""
+        return self._engines.drafts.take()
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""

@@ -20,6 +20,7 @@ from mcore_rl.batches.sample_store import SampleStore
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.errors import describe_error
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.drafts import DraftCounts
 from mcore_rl.rollout.engine_health import EngineHealth, Rotation
 from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
@@ -74,12 +75,14 @@ class CollectorEvents:
 
     num_done   samples complete, failed or canceled, by session
     paces      tokens and seconds of requests to engines
+    drafts     drafts that engines verified
     """
 
     finished: list[GroupFacts] = field(default_factory=list)
     failed: list[GroupFailure] = field(default_factory=list)
     num_done: dict[int, int] = field(default_factory=dict)
     paces: Paces = field(default_factory=dict)
+    drafts: DraftCounts = field(default_factory=dict)
 
 
 class CollectorLostError(RuntimeError):
@@ -167,6 +170,7 @@ class Collector:
         self._has_events.clear()
         events = self._events
         events.paces = self._client.take_paces()
+        events.drafts = self._client.take_drafts()
         self._events = CollectorEvents()
         return events
 

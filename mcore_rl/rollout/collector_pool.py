@@ -25,6 +25,7 @@ from weakref import finalize
 from mcore_rl.batches.group_facts import GroupFacts, refer_to_samples
 from mcore_rl.rollout.collector import CollectorCalls, CollectorLostError, GroupFailure
 from mcore_rl.rollout.collector_handle import CollectorHandle, PendingGroup
+from mcore_rl.rollout.drafts import DraftCounter, DraftCounts
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.paces import EnginePaces, Paces
 from mcore_rl.rollout.request import Sampling
@@ -196,6 +197,7 @@ class CollectorPool:
         self.num_losses = 0
         """How often a collector was lost with what it kept."""
         self._paces = EnginePaces()
+        self._drafts = DraftCounter()
         self._first_kept = [0] * len(collectors)
         """By collector, the smallest number of a group that is not lost."""
         self._waiting: list[PendingGroup] = []
@@ -227,6 +229,10 @@ class CollectorPool:
     def take_paces(self) -> Paces:
         """Return the tokens and seconds of requests since the last call, of all engines."""
         return self._paces.take()
+
+    def take_drafts(self) -> DraftCounts:
+        """Return the verified drafts since the last call, by version of weights."""
+        return self._drafts.take()
 
     async def idle_seconds(self) -> float:
         """Return the seconds without a request so far, mean over the engines."""
@@ -423,6 +429,7 @@ class CollectorPool:
             for facts in events.finished:
                 self._finish(handle, facts)
             self._paces.add(events.paces)
+            self._drafts.add(events.drafts)
             for failure in events.failed:
                 self._fail(handle, failure)
             self._loads.add(k, -sum(events.num_done.values()) / max(handle.num_engines, 1))

@@ -15,6 +15,7 @@ import pybase64
 import torch
 from torch import Tensor
 
+from mcore_rl.rollout.drafts import read_counts, sum_counts
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.types import Array, Prompt, Sample, VersionSpan, WeightVersion
 
@@ -217,6 +218,7 @@ def make_sample(
         indexer_topk=indexer_topk,
         experts_start=request.experts_start,
         engines=begun.engines,
+        drafts=sum_counts(begun.drafts, read_counts(meta)),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from mcore_rl.rollout.drafts import DraftCounts
 from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, StoredSample
@@ -64,6 +65,10 @@ class SamplingClient(Protocol):
 
     def take_paces(self) -> Paces:
         """Return the tokens and seconds of requests since the last call, of all engines."""
+        ...
+
+    def take_drafts(self) -> DraftCounts:
+        """Return the verified drafts since the last call, by version of weights."""
         ...
 
     async def idle_seconds(self) -> float: ...

@@ -22,7 +22,7 @@ from mcore_rl.process.network import bind_meetings_to_their_host
 from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.rollout import image_request, mamba_decay
+from mcore_rl.rollout import drafts, image_request, mamba_decay
 from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
 from mcore_rl.rollout.engine_spec import (
     ADAPTERS,
@@ -116,6 +116,8 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
+    if server_args.speculative_algorithm == "NGRAM":
+        drafts.check_compilers()
     set_schedulers_up(
         [*list_set_ups(server_args, shares), *take_adapters(slots, server_args.model_path)]
     )
@@ -146,6 +148,8 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
+    if server_args.speculative_algorithm == "NGRAM":
+        set_ups += [drafts.tell_drafts_apart, drafts.count_drafts]
     architectures = read_config(server_args.model_path).get("architectures") or ()
     if mamba_decay.ARCHITECTURES & set(architectures):
         set_ups.append(mamba_decay.keep_logarithms)

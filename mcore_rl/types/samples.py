@@ -183,6 +183,7 @@ class Sample:
     episode          its turns, and the rows that train them. The response is then what the rows
                      train, row after row, and the text is the conversation after the prompt
     engines          numbers of the engines that drew it, in order
+    drafts           version of weights -> (passes that verified drafts of it, drafts accepted)
     """
 
     prompt: Prompt
@@ -197,6 +198,9 @@ class Sample:
     experts_start: int = 0
     episode: EpisodeRecord | None = field(default=None, compare=False, repr=False)
     engines: tuple[int, ...] = field(default=(), compare=False)
+    drafts: Mapping[WeightVersion, tuple[int, int]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         where = f"prompt {self.prompt.index} sample {self.sample_index}"

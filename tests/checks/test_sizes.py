@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.checks.sizes import (
+    check_drafts,
     check_engine_sizes,
     check_engines,
     check_eval_lens,
@@ -116,6 +117,22 @@ def test_engines_that_cannot_report_chosen_keys(
         check_indexer_reports(asked, RolloutConfig(**sizes), model)  # type: ignore[arg-type]
     whole = {"tp": 8, "attention_dp": 8}
     check_indexer_reports(asked, RolloutConfig(**whole), SPARSE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "experts", "message"),
+    [
+        (SPARSE, False, "the model has sparse attention, .*; set rollout.speculate=none"),
+        (QWEN_VL, False, "the model sees images"),
+        (QWEN, True, "with drift.routed_experts=true: .*set drift.routed_experts=false"),
+    ],
+)
+def test_engines_that_cannot_speculate(model: ModelFacts, experts: bool, message: str) -> None:
+    drift = DriftConfig(routed_experts=experts)
+    check_drafts(drift, RolloutConfig(), model)
+    with pytest.raises(ValueError, match=message):
+        check_drafts(drift, RolloutConfig(speculate="ngram"), model)
+    check_drafts(DriftConfig(routed_experts=False), RolloutConfig(speculate="ngram"), QWEN)
 
 
 def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:

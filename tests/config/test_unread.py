@@ -79,6 +79,7 @@ def make(*settings: str) -> Config:
         ("critic.parallel.tp=2", [GAE]),
         ("profile.ranks=[0, 0]", ["profile.steps=[2]"]),
         ("profile.tool=nsys", ["profile.steps=[2]"]),
+        ("rollout.speculate_tokens=5", ["rollout.speculate=ngram"]),
         ("judge.kv_cache_len=1024", ["judge.path=/m"]),
         ("train.optimizer.min_lr=1.0e-7", ["train.optimizer.schedule=linear"]),
         ("dpo.optimizer.min_lr=1.0e-7", ["dpo.optimizer.schedule=cosine"]),

@@ -119,6 +119,32 @@ def check_sample_drafts():
         assert p_value > 1e-3, (node, counts, p_value)
 
 
+def check_tell_drafts_apart():
+    """Where n-grams match nothing, a tree has the same draft several times."""
+    from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+
+    from mcore_rl.rollout.drafts import tell_drafts_apart
+
+    def find_drafts(corpus):
+        """Return the drafts of each tree, as pairs of a node that they follow and a token."""
+        tokens, mask = corpus.batch_get(["a", "b"], [[1, 2, 3], [7, 7, 7]], [3, 3])
+        trees = []
+        for tokens_N, mask_NN in zip(tokens.reshape(2, 6), mask.reshape(2, 6, 6), strict=True):
+            parents = [int(mask_NN[n, :n].nonzero()[0][-1]) for n in range(1, 6)]
+            trees.append(set(zip(parents, tokens_N[1:].tolist(), strict=True)))
+        return trees
+
+    def make_corpus():
+        corpus = NgramCorpus(max_trie_depth=8, draft_token_num=6)
+        corpus.batch_put([[1, 2, 3, 4, 0], [1, 2, 3, 5]])
+        corpus.synchronize()
+        return corpus
+
+    assert_defect("tell_drafts_apart", all(len(tree) < 5 for tree in find_drafts(make_corpus())))
+    tell_drafts_apart()
+    assert all(len(tree) == 5 for tree in find_drafts(make_corpus()))
+
+
 def check_certain_drafts():
     """Rounding may leave nothing beside drafts that are certain together."""
     from sgl_kernel.speculative import tree_speculative_sampling_target_only

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.rollout.client import RolloutClient, RolloutSession
+from mcore_rl.rollout.drafts import DraftCounts
 from mcore_rl.rollout.paces import Paces
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.types import Prompt, StoredSample
@@ -62,6 +63,9 @@ class StoringClient:
 
     def take_paces(self) -> Paces:
         return self._client.take_paces()
+
+    def take_drafts(self) -> DraftCounts:
+        return self._client.take_drafts()
 
     async def idle_seconds(self) -> float:
         return await self._client.idle_seconds()

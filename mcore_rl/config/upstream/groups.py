@@ -1,8 +1,6 @@
 """Checks the groups of options that go to upstream classes, against upstream and other groups."""
 
-from typing import Any
-
-from mcore_rl.config.rollout import DriftConfig, RolloutConfig
+from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.training import OptimizerConfig, TrainConfig, UpdatesConfig
 from mcore_rl.config.tree import spell
 from mcore_rl.config.upstream import (
@@ -113,7 +111,7 @@ def _check_lion(group: str, optimizer: OptimizerConfig) -> None:
         )
 
 
-def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:
+def check_engines(rollout: RolloutConfig) -> None:
     """Raise ValueError naming the first option for the policy's engines that is wrong or unread."""
     options = rollout.sglang
     check_passed("rollout.sglang", options, TO_ENGINES, {"engine": "rollout"})
@@ -129,33 +127,3 @@ def check_engines(rollout: RolloutConfig, drift: DriftConfig) -> None:
             f"rollout.sglang.moe_a2a_backend=deepep with rollout.ep={rollout.ep}: DeepEP deals"
             f" experts out to all ranks of an engine; set rollout.ep={rollout.tp}"
         )
-    if not options.get("speculative_algorithm"):
-        return
-    conflicts: dict[str, tuple[Any, Any, str]] = {
-        "rollout.attention_dp": (
-            rollout.attention_dp,
-            1,
-            "SGLang guesses with n-grams only without DP attention",
-        ),
-        "rollout.deterministic": (
-            rollout.deterministic,
-            False,
-            "guesses depend on what else the engine has decoded",
-        ),
-        "drift.routed_experts": (
-            drift.routed_experts,
-            False,
-            "SGLang does not report the experts of tokens that were guessed",
-        ),
-        "drift.indexer_topk": (
-            drift.indexer_topk,
-            False,
-            "what SGLang reports of tokens that were guessed is not known to be right",
-        ),
-    }
-    for name, (value, needed, why) in conflicts.items():
-        if value != needed:
-            raise ValueError(
-                f"rollout.sglang.speculative_algorithm={options['speculative_algorithm']} with"
-                f" {name}={spell(value)}: {why}; set {name}={spell(needed)}"
-            )

@@ -368,8 +368,9 @@ _ONE_SERVER = "an engine prefills and decodes in one server; leave it out"
 _SAMPLING = "each request says how it is sampled; set rollout.temperature, top_p or top_k"
 _DRAFT_SYNC = (
     "the draft's weights would stay those of the start while the policy learns;"
-    " set speculative_algorithm=NGRAM, which has no weights"
+    " set rollout.speculate=ngram, which has no weights"
 )
+_OTHER_TOKENS = "tokens would be drawn with other probabilities than the policy's; leave it out"
 
 _COMMON = {
     **with_reason("set {engine}.path", "model_path"),
@@ -458,6 +459,16 @@ ROLLOUT_RULES = Rules(
             *("radix_cache_backend", "enable_response_store", "enable_session_radix_cache"),
         ),
         **with_reason(_SAMPLING, "sampling_defaults", "preferred_sampling_params"),
+        **with_reason("set rollout.speculate", "speculative_algorithm"),
+        **with_reason(
+            "set rollout.speculate_tokens",
+            *("speculative_num_draft_tokens", "speculative_num_steps", "speculative_eagle_topk"),
+            *("speculative_adaptive", "speculative_adaptive_config"),
+        ),
+        **with_reason(
+            _OTHER_TOKENS,
+            *("speculative_accept_threshold_single", "speculative_accept_threshold_acc"),
+        ),
         **with_reason(_DRAFT_SYNC, "speculative_draft_model_path", "uno_lora_path"),
     },
     prefixes={
@@ -471,9 +482,5 @@ ROLLOUT_RULES = Rules(
             "how the others place shared experts is not recorded, and weight sync needs it",
         ),
         "moe_dense_tp_size": ((1,), "SGLang knows only 1"),
-        "speculative_algorithm": (
-            ("NGRAM",),
-            "the draft's weights would stay those of the start while the policy learns",
-        ),
     },
 )

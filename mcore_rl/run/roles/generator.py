@@ -9,6 +9,7 @@ from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.progress import count_in_stage
 from mcore_rl.loops.roles import Watched
 from mcore_rl.process.clock import now_s
+from mcore_rl.rollout.drafts import measure_drafts
 from mcore_rl.rollout.paces import measure_lag
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.sampling_client import SamplingClient
@@ -67,7 +68,9 @@ class EngineGenerator:
 
     def measure_engines(self) -> dict[str, float]:
         """See roles.Generator."""
-        return {"idle/engines": self._measure_idle(), **measure_lag(self._client.take_paces())}
+        drafts = measure_drafts(self._client.take_drafts(), self._config.speculate_tokens)
+        lag = measure_lag(self._client.take_paces())
+        return {"idle/engines": self._measure_idle(), **lag, **drafts}
 
     def _measure_idle(self) -> float:
         """Return the share of the time since the last call in which an engine had no request."""

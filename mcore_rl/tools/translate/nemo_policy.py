@@ -45,7 +45,7 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
         False,
         "weight sync does not read the shards of Megatron FSDP",
     ),
-    "policy.draft.enabled": (False, "engines guess with rollout.sglang.speculative_algorithm"),
+    "policy.draft.enabled": (False, "engines guess with rollout.speculate"),
     "policy.quant_cfg": (None, "train.megatron.fp8 trains in FP8; rollout.quantization has fp8"),
     "policy.tokenizer.chat_template": (None, "put it into model.path, as chat_template.jinja"),
     "policy.tokenizer.chat_template_kwargs": (

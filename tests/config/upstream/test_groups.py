@@ -63,14 +63,9 @@ DEEPSEEK = "deepseek_v3_grpo_128"
         (DEEPSEEK, "rollout.attention_dp=1", "SGLang has it for DP attention only"),
         (DEEPSEEK, "rollout.ep=16", "set rollout.ep=32"),
         (
-            "qwen3_30b_a3b_grpo_8",
-            "rollout.sglang.speculative_algorithm=NGRAM",
-            "drift.routed_experts=true: .*; set drift.routed_experts=false",
-        ),
-        (
-            DEEPSEEK,
-            "rollout.sglang.speculative_algorithm=NGRAM",
-            "rollout.attention_dp=4: .*only without DP attention",
+            "tiny_moe_grpo",
+            "++rollout.sglang.speculative_ngram_max_bfs_breadth=1",
+            "speculative_ngram_max_bfs_breadth=1 with rollout.speculate=none: nothing reads it",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def test_without_sglang_only_owners_are_checked(monkeypatch: pytest.MonkeyPatch)
         (TO_ENGINES, "hicache_storage_backend", "file", "mix old and new weights"),
         (TO_ENGINES, "enable_eplb", True, "sends each weight to the rank that holds it"),
         (TO_ENGINES, "kt_method", "x", "writes weights in GPU memory"),
-        (TO_ENGINES, "speculative_algorithm", "EAGLE", "only NGRAM here"),
+        (TO_ENGINES, "speculative_algorithm", "EAGLE", "set rollout.speculate$"),
         (TO_ENGINES, "disable_cuda_graph", True, "command line has no such option"),
         (TO_SERVED, "tp_size", 2, "set judge.tp$"),
         (TO_SERVED, "mem_fraction_static", "much", "declared as Optional"),

@@ -1,0 +1,166 @@
+"""Sets SGLang up to speculate, so that each token is drawn with the policy's own probabilities.
+
+n-grams of what was seen -> tree of drafts -> tell_drafts_apart -> SGLang verifies it in a pass
+                                                                      |
+                          meta_info[COUNTS] of an answer <- count_drafts, by version of weights
+"""
+
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from mcore_rl.types import Array, WeightVersion
+
+COUNTS = "draft_counts"
+"""Name in an engine's answer of what `count_drafts` has counted."""
+COMPILERS = ("c++", "g++", "clang++")
+DraftCounts = Mapping[WeightVersion, tuple[int, int]]
+"""Version of weights -> (passes that verified drafts, drafts that they accepted)."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How an engine guesses, and how many tokens for each request at a time."""
+
+    method: str
+    num_tokens: int
+
+    def list_flags(self) -> list[str]:
+        """Return SGLang's options, whose number of drafts includes the token that they follow."""
+        flags = ["--speculative-algorithm", self.method.upper()]
+        return [*flags, "--speculative-num-draft-tokens", str(self.num_tokens + 1)]
+
+
+def make_drafts(method: str, num_tokens: int) -> Drafts | None:
+    """Return what rollout.speculate and rollout.speculate_tokens ask for."""
+    return None if method == "none" else Drafts(method, num_tokens)
+
+
+def check_compilers() -> None:
+    """Raise ValueError if SGLang could not compile its n-grams, as it does at the first start."""
+    if shutil.which("ninja") is None or not any(map(shutil.which, COMPILERS)):
+        raise ValueError(
+            "rollout.speculate=ngram: SGLang compiles its n-grams with ninja and a C++ compiler"
+            f" ({', '.join(COMPILERS)}), and this machine lacks them: install them, or set"
+            " rollout.speculate=none"
+        )
+
+
+def tell_drafts_apart() -> None:
+    """Have no two drafts behind the same tokens be the same, in the scheduler that calls this.
+
+    Where n-grams match less than a whole tree, SGLang fills it with drafts of token 0 behind the
+    root. Its sampling kernel adds up the probabilities of the drafts behind a node, so it draws
+    token 0 as many times too often.
+    """
+    module: Any = import_module("sglang.srt.speculative.cpp_ngram.ngram_corpus")
+    find_drafts = module.NgramCorpus.batch_get
+
+    def batch_get(self: Any, req_ids: Any, *arguments: Any) -> tuple[Array, Array]:
+        tokens, mask = find_drafts(self, req_ids, *arguments)
+        num_trees = len(req_ids)
+        tokens_BN = tokens.reshape(num_trees, -1)
+        mask_BNN = mask.reshape(*tokens_BN.shape, -1)
+        for tree in range(num_trees):
+            move_repeated(tokens_BN[tree], mask_BNN[tree])
+        return tokens, mask
+
+    module.NgramCorpus.batch_get = batch_get
+
+
+def move_repeated(tokens_N: Array, mask_NN: Array) -> None:
+    """Put each draft that repeats one behind the same node behind that one, in the tree's mask.
+
+    mask_NN[i, j] is whether draft j is before draft i, or i itself. A node comes before its
+    children.
+    """
+    children: dict[tuple[int, int], int] = {}
+    moved: set[int] = set()
+    for node, token in enumerate(tokens_N.tolist()[1:], 1):
+        parent = first = int(np.flatnonzero(mask_NN[node, :node])[-1])
+        while (parent, token) in children:
+            parent = children[parent, token]
+        children[parent, token] = node
+        if parent != first or parent in moved:
+            mask_NN[node, :node] = mask_NN[parent, :node]
+            moved.add(node)
+
+
+def count_drafts() -> None:
+    """Have answers tell in how many passes each version of weights verified drafts, and how many it
+    accepted, as [version, passes, accepted] each, in the scheduler that calls this.
+
+    SGLang counts them for a request, whatever weights it was drawn with.
+    """
+    schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
+    context: Any = import_module("sglang.srt.runtime_context")
+    streamer: Any = import_module(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+    ).SchedulerOutputStreamer
+    assert not streamer.has_additional_customized_info, "SGLang has fields of its own there"
+    note = schedule_batch.Req.update_spec_correct_drafts_histogram
+
+    def note_by_version(req: Any, num_accepted: int) -> None:
+        note(req, num_accepted)
+        version = context.get_serving().weight_version
+        setattr(req, COUNTS, sum_counts(getattr(req, COUNTS, {}), {version: (1, num_accepted)}))
+
+    def list_counts(self: Any, reqs: list[Any]) -> dict[str, list[Any]]:
+        finished = [getattr(req, COUNTS, {}) if req.finished() else {} for req in reqs]
+        return {COUNTS: [[[v, *counts[v]] for v in counts] for counts in finished]}
+
+    schedule_batch.Req.update_spec_correct_drafts_histogram = note_by_version
+    streamer.has_additional_customized_info = True
+    streamer.build_additional_customized_info = list_counts
+
+
+def sum_counts(*counts: DraftCounts) -> dict[WeightVersion, tuple[int, int]]:
+    """Return the sums of passes and of accepted drafts of each version."""
+    sums: dict[WeightVersion, tuple[int, int]] = {}
+    for each in counts:
+        for version, (num_passes, num_accepted) in each.items():
+            passes_before, accepted_before = sums.get(version, (0, 0))
+            sums[version] = passes_before + num_passes, accepted_before + num_accepted
+    return sums
+
+
+def read_counts(meta: Mapping[str, Any]) -> DraftCounts:
+    """Return what an answer's meta_info tells of drafts; {} if the engine does not speculate."""
+    rows: Iterable[tuple[str, int, int]] = meta.get(COUNTS, ())
+    return {WeightVersion(int(v)): (num_passes, accepted) for v, num_passes, accepted in rows}
+
+
+class DraftCounter:
+    """Adds up the drafts of requests, by version of weights."""
+
+    def __init__(self) -> None:
+        self._counts: DraftCounts = {}
+
+    def add(self, counts: DraftCounts) -> None:
+        """Count what was counted elsewhere."""
+        self._counts = sum_counts(self._counts, counts)
+
+    def take(self) -> DraftCounts:
+        """Return the sums, and begin anew; another thread may count meanwhile."""
+        counts, self._counts = self._counts, {}
+        return counts
+
+
+def measure_drafts(counts: DraftCounts, num_tokens: int) -> dict[str, float]:
+    """Return what the newest weights that verified drafts accepted of the `num_tokens` of a pass.
+
+    {} if none did.
+    """
+    if not counts:
+        return {}
+    version = max(counts)
+    num_passes, num_accepted = counts[version]
+    return {
+        "drafts/version": float(version),
+        "drafts/acceptance": num_accepted / (num_passes * num_tokens),
+        "drafts/tokens_per_pass": 1 + num_accepted / num_passes,
+    }
