@@ -19,6 +19,7 @@ from mcore_rl.weights.layouts.listed import join_rows
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import hf_tensor_shapes
+from mcore_rl.weights.models.mtp import count_mtp_layers
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
 
 
@@ -138,7 +139,11 @@ def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts)
         "the model has sparse attention": "index_topk" in sizes,
         "the model has linear attention": bool({"mamba_heads", "delta_key_heads"} & sizes.keys()),
         "the model sees images": policy.has_tower,
+        "the weights are kept in INT4": bool(policy.int4),
     }
+    if rollout.speculate == "mtp":
+        count = count_mtp_layers(policy.config)
+        problems[f"config.json has {count} layers for multi-token prediction, not one"] = count != 1
     for problem, is_so in problems.items():
         if is_so:
             raise ValueError(

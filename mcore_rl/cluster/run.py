@@ -154,6 +154,7 @@ class RunProcesses:
             profile_dir=str(self._log_dir.parent / "profile"),
             outlives_failed_saves=self._config.checkpoint.on_error == "continue",
             sends_rounded=self._config.rollout.quantization == "none",
+            serves_drafts=self._config.rollout.speculate == "mtp",
         )
 
     def start_engines(self) -> EngineGroup:

@@ -274,4 +274,4 @@ class Config(Options, group=""):
         for role, model in self.served_groups.items():
             check_passed(f"{role}.sglang", model.sglang, TO_SERVED, {"engine": role})
         check_engines(self.rollout)
-        check_speculation(self.rollout, self.drift, self.train.lora)
+        check_speculation(self.rollout, self.drift, self.train)

@@ -113,11 +113,12 @@ class RolloutConfig(EnginesConfig, group="rollout"):
     0.4 % of each log-prob, in ratios of policies, too."""
     deterministic: bool = False
     """Seed the sampling of each request: the same run samples the same tokens again."""
-    speculate: Literal["none", "ngram"] = "none"
+    speculate: Literal["none", "ngram", "mtp"] = "none"
     """Engines guess several tokens and check them in one pass. Tokens are drawn with the same
-    probabilities. ngram: they guess from what they have seen (docs/speculation.md)."""
+    probabilities. ngram: they guess from what they have seen; mtp: with the layer that
+    train.mtp_loss trains, which weight sync sends them (docs/speculation.md)."""
     speculate_tokens: int = bounded(3, ge=1, le=63)
-    """speculate: guesses that a pass checks for each request."""
+    """ngram, mtp: guesses that a pass checks for each request."""
     compiled: bool = True
     """Engines on a CPU compute the models that docs/cpu.md names in compiled code, if there is a
     C compiler. false: in SGLang's own layers, slower, as rehearsals do."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.rollout import DriftConfig, RolloutConfig
-from mcore_rl.config.training import LoraConfig
+from mcore_rl.config.training import TrainConfig
 from mcore_rl.config.tree import spell
 from mcore_rl.config.tree_checks import Unread
 
@@ -13,19 +13,24 @@ def find_unread_in_speculation(rollout: RolloutConfig) -> Iterator[Unread]:
     """Yield the options that nothing reads while engines do not speculate."""
     if rollout.speculate == "none":
         options = ("rollout.speculate_tokens",)
-        yield Unread(options, "rollout.speculate=none", "set rollout.speculate=ngram")
+        yield Unread(options, "rollout.speculate=none", "set rollout.speculate=ngram or mtp")
 
 
-def check_speculation(rollout: RolloutConfig, drift: DriftConfig, lora: LoraConfig) -> None:
+def check_speculation(rollout: RolloutConfig, drift: DriftConfig, train: TrainConfig) -> None:
     """Raise ValueError naming the first option that engines which speculate cannot have."""
     if rollout.speculate == "none":
         _refuse_unread(rollout)
         return
+    if rollout.speculate == "mtp" and not train.mtp_loss:
+        raise ValueError(
+            "rollout.speculate=mtp with train.mtp_loss=0.0: the layer would stay as it began while"
+            " the policy learns; set train.mtp_loss=0.3, or rollout.speculate=ngram or none"
+        )
     conflicts: dict[str, tuple[Any, Any, str]] = {
         "rollout.attention_dp": (
             rollout.attention_dp,
             1,
-            "SGLang guesses with n-grams only without DP attention",
+            "what SGLang draws with DP attention is not known to be right, and n-grams need none",
         ),
         "rollout.pp": (
             rollout.pp,
@@ -43,11 +48,17 @@ def check_speculation(rollout: RolloutConfig, drift: DriftConfig, lora: LoraConf
             "what SGLang reports of tokens that were guessed is not known to be right",
         ),
     }
-    if lora.rank:
+    if train.lora.rank:
         conflicts["train.lora.sync"] = (
-            lora.sync,
-            "merged" if lora.sync == "adapter" else lora.sync,
+            train.lora.sync,
+            "merged" if train.lora.sync == "adapter" else train.lora.sync,
             "what SGLang draws with adapters is not known to be right",
+        )
+    if rollout.speculate == "mtp":
+        conflicts["rollout.quantization"] = (
+            rollout.quantization,
+            "none",
+            "how engines quantize the layer that guesses is not known",
         )
     for name, (value, needed, why) in conflicts.items():
         if value != needed:
@@ -62,5 +73,5 @@ def _refuse_unread(rollout: RolloutConfig) -> None:
         if name.startswith("speculative_") and value is not None:
             raise ValueError(
                 f"rollout.sglang.{name}={spell(value)} with rollout.speculate=none: nothing reads"
-                " it; set rollout.speculate=ngram or leave it out"
+                " it; set rollout.speculate=ngram or mtp, or leave it out"
             )

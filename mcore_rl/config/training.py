@@ -240,7 +240,7 @@ class TrainConfig(UpdatesConfig, group="train"):
     0: they stay as they were loaded (docs/moe.md)."""
     mtp_loss: float = bounded(0.0, ge=0)
     """Weight of a loss that teaches layers for multi-token prediction, which exports contain and
-    engines of the run do not use; 0: they are carried along as they were loaded (docs/mtp.md)."""
+    engines use with rollout.speculate=mtp; 0: they are carried along as loaded (docs/mtp.md)."""
     router_aux_loss_coef: float = bounded(0.0, ge=0)
     """Weight of a loss that balances the experts' load in each micro-batch."""
     router_sequence_aux_loss_coef: float = bounded(0.0, ge=0)

@@ -37,13 +37,19 @@ def record_layouts(
     return RecordedLayouts(policy.config, dtype, trainer, engines, fp8)
 
 
+def choose_served(policy: ModelFacts, rollout: RolloutConfig) -> ModelFacts:
+    """Return the policy as engines hold it: with the layer that they guess with, if they do."""
+    return policy.choose_trained(float(rollout.speculate == "mtp"))
+
+
 def make_deployment(run: PlannedRun) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = run.plan.ranks_per_host
     rollout = run.rollout
     fp8 = rollout.quantization == "fp8"
     engines = SGLangSizes.from_config(rollout)
-    recorded = record_layouts(run.models.policy, run.dtype, run.parallel, engines, fp8=fp8)
+    policy = choose_served(run.models.policy, rollout)
+    recorded = record_layouts(policy, run.dtype, run.parallel, engines, fp8=fp8)
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if run.cluster.colocated else -(-source.num_ranks // per_host)

@@ -28,6 +28,7 @@ from mcore_rl.planning.activations import (
 )
 from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter, count_on_engine
 from mcore_rl.planning.deployment import (
+    choose_served,
     count_engine_links,
     does_relay,
     record_layouts,
@@ -43,6 +44,7 @@ from mcore_rl.planning.resident_memory import (
 from mcore_rl.rollout.engine_spec import STATES_PER_REQUEST
 from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -58,7 +60,7 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
     """Bytes per purpose of a rank of each of an engine's pipeline stages; see predict_memory."""
     rollout = run.rollout
     one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
-    policy = run.models.policy
+    policy = choose_served(run.models.policy, rollout)
     fp8 = rollout.quantization == "fp8"
     target = record_layouts(policy, run.dtype, run.parallel, one_engine, fp8=fp8).target()
     attention_tp = rollout.tp // rollout.attention_dp
@@ -75,9 +77,7 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
         first_rank = stage * rollout.tp
         layers = _find_layers(target, first_rank)
         num_layers = len(layers)
-        kinds = Counter(
-            kind for layer in layers for kind in policy.family.list_kinds(policy.config, layer)
-        )
+        kinds = _count_kinds(policy, layers)
         num_linear = kinds["linear"]
         weights = _count_bytes(target, first_rank)
         derived = num_layers * _count_derived(policy.sizes, attention_tp) * size
@@ -119,6 +119,16 @@ def _count_rounded(layout: Layout, rank: int, precision: Precision) -> int:
         for box, dtype in list_boxes(layout, rank)
         if is_rounded(precision, box.name)
     )
+
+
+def _count_kinds(policy: ModelFacts, layers: Iterable[int]) -> Counter[str]:
+    """Return how many layers have each kind of part; those behind the model's only attend."""
+    num_layers = policy.sizes["layers"]
+    kinds: Counter[str] = Counter()
+    for layer in layers:
+        is_draft = layer >= num_layers
+        kinds.update(["softmax"] if is_draft else policy.family.list_kinds(policy.config, layer))
+    return kinds
 
 
 def _find_layers(layout: Layout, rank: int) -> set[int]:

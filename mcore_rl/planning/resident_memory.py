@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from mcore_rl.config import RolloutConfig, SyncConfig
-from mcore_rl.planning.deployment import does_relay, record_layouts
+from mcore_rl.planning.deployment import choose_served, does_relay, record_layouts
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.gpu_pairs import MAX_CTAS
@@ -104,7 +104,8 @@ class _Links:
     def make(run: PlannedRun) -> "_Links":
         one = replace(SGLangSizes.from_config(run.rollout), engines=1)
         fp8 = run.rollout.quantization == "fp8"
-        recorded = record_layouts(run.models.policy, run.dtype, run.parallel, one, fp8=fp8)
+        policy = choose_served(run.models.policy, run.rollout)
+        recorded = record_layouts(policy, run.dtype, run.parallel, one, fp8=fp8)
         source = recorded.source()
         per_host = run.plan.ranks_per_host
         first_host = 0 if run.cluster.colocated else -(-source.num_ranks // per_host)

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.types import Array, WeightVersion
+from mcore_rl.weights.models.mtp import DRAFT_MODEL
 
 COUNTS = "draft_counts"
 """Name in an engine's answer of what `count_drafts` has counted."""
+NGRAM, MTP = "NGRAM", "EAGLE"
+"""SGLang's names of ways to guess."""
 COMPILERS = ("c++", "g++", "clang++")
 DraftCounts = Mapping[WeightVersion, tuple[int, int]]
 """Version of weights -> (passes that verified drafts, drafts that they accepted)."""
@@ -31,8 +34,11 @@ class Drafts:
 
     def list_flags(self) -> list[str]:
         """Return SGLang's options, whose number of drafts includes the token that they follow."""
-        flags = ["--speculative-algorithm", self.method.upper()]
-        return [*flags, "--speculative-num-draft-tokens", str(self.num_tokens + 1)]
+        flags = ["--speculative-num-draft-tokens", str(self.num_tokens + 1)]
+        if self.method == "ngram":
+            return ["--speculative-algorithm", NGRAM, *flags]
+        flags += ["--speculative-num-steps", str(self.num_tokens), "--speculative-eagle-topk", "1"]
+        return ["--speculative-algorithm", MTP, *flags]
 
 
 def make_drafts(method: str, num_tokens: int) -> Drafts | None:
@@ -88,6 +94,23 @@ def move_repeated(tokens_N: Array, mask_NN: Array) -> None:
         if parent != first or parent in moved:
             mask_NN[node, :node] = mask_NN[parent, :node]
             moved.add(node)
+
+
+def show_draft_model() -> None:
+    """Let the served model name its draft model, which weight sync updates with it, in the
+    scheduler that calls this.
+
+    The draft model has its own layer, and the embedding and output layer of the served model.
+    """
+    worker: Any = import_module("sglang.srt.speculative.eagle_worker_v2").EagleDraftWorker
+    share = worker.init_lm_head
+
+    def init_lm_head(self: Any) -> None:
+        share(self)
+        # Not as a submodule: the served model's loader and SGLang's checks see its own parts alone.
+        vars(self.target_worker.model_runner.model)[DRAFT_MODEL] = self.draft_runner.model
+
+    worker.init_lm_head = init_lm_head
 
 
 def count_drafts() -> None:

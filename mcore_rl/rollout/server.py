@@ -116,7 +116,7 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
-    if server_args.speculative_algorithm == "NGRAM":
+    if server_args.speculative_algorithm == drafts.NGRAM:
         drafts.check_compilers()
     set_schedulers_up(
         [*list_set_ups(server_args, shares), *take_adapters(slots, server_args.model_path)]
@@ -148,8 +148,12 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
-    if server_args.speculative_algorithm == "NGRAM":
-        set_ups += [drafts.tell_drafts_apart, drafts.count_drafts]
+    if server_args.speculative_algorithm is not None:
+        set_ups.append(drafts.count_drafts)
+    if server_args.speculative_algorithm == drafts.NGRAM:
+        set_ups.append(drafts.tell_drafts_apart)
+    if server_args.speculative_algorithm == drafts.MTP:
+        set_ups.append(drafts.show_draft_model)
     architectures = read_config(server_args.model_path).get("architectures") or ()
     if mamba_decay.ARCHITECTURES & set(architectures):
         set_ups.append(mamba_decay.keep_logarithms)

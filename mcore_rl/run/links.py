@@ -3,7 +3,7 @@
 from functools import partial
 
 from mcore_rl.config import ModelConfig, ParallelConfig, RolloutConfig, SyncConfig
-from mcore_rl.planning.deployment import record_layouts
+from mcore_rl.planning.deployment import choose_served, record_layouts
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.weight_sync.controller.factor_sync import FactorOptions
 from mcore_rl.weight_sync.controller.strategy import TrainerRanks
@@ -61,4 +61,5 @@ def make_record(
 ) -> RecordLayouts:
     """Return the function that records the layouts of trainer ranks, and of engines by size."""
     fp8 = rollout.quantization == "fp8"
+    policy = choose_served(policy, rollout)
     return partial(record_layouts, policy, model.dtype, parallel, fp8=fp8)

@@ -197,10 +197,12 @@ class TrainedModel:
             return nullcontext()
         return self._rounded.swap_in(local_tensors(self.chunks))
 
-    def select_served_layout(self) -> tuple[list[Shard], dict[str, Tensor]]:
-        """Return the same of what engines hold, which is all but trained MTP layers."""
+    def select_served_layout(
+        self, *, drafts: bool = False
+    ) -> tuple[list[Shard], dict[str, Tensor]]:
+        """Return the same of what engines hold: all but trained MTP layers, without `drafts`."""
         shards, tensors = self.weight_layout()
-        if self._drafts is not None:
+        if self._drafts is not None and not drafts:
             served = hf_tensor_shapes(without_trained_mtp(self.hf_config))
             shards = [shard for shard in shards if shard.box.name in served]
         return shards, tensors

@@ -22,6 +22,7 @@ from mcore_rl.weight_sync.adapter.engine import EngineAdapter
 from mcore_rl.weight_sync.adapter.served import ServedAdapters
 from mcore_rl.weight_sync.adapter.serving import SERVER, Install
 from mcore_rl.weight_sync.connection import EngineConnection
+from mcore_rl.weight_sync.draft_model import ServedModel
 from mcore_rl.weight_sync.execute import PlanExecutor
 from mcore_rl.weight_sync.full_trace import FullTrace
 from mcore_rl.weight_sync.link_end import LinkEnd, OpenMemory
@@ -33,6 +34,7 @@ from mcore_rl.weight_sync.wire import COMMAND_NAME, Command, Link, Report, decod
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.layout import HfTensors
+from mcore_rl.weights.models.mtp import DRAFT_MODEL
 
 _log = logging.getLogger(__name__)
 
@@ -225,15 +227,17 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     command = decode_command(commands[0])
     parallel = get_parallel()
     receiver_rank = parallel.pp_rank * parallel.tp_size + parallel.tp_rank
-    tensors = list_loaded_parameters(model)
-    load_weights = keep_on_calling_thread(model.load_weights)  # type: ignore[arg-type]
+    served = ServedModel(model, getattr(model, DRAFT_MODEL, None))
+    tensors = served.list_parameters()
+    load_weights = keep_on_calling_thread(served.load_weights)
     if command.action == "connect" and parallel.pp_size > 1:
         _connect_in_thread(command, receiver_rank, load_weights, tensors)
         return
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and command.weights and report.error is None:
-        post_load_weights(model)
-        renew_derived(model)
+        for part in served.parts:
+            post_load_weights(part)
+            renew_derived(part)
         forget_image_embeddings()
 
 
@@ -250,18 +254,6 @@ def renew_derived(model: nn.Module) -> None:
         refresh = getattr(getattr(module, "attn", None), "refresh_conv_weights", None)
         if refresh is not None:
             refresh(module.get_parameter("conv1d.weight"))
-
-
-def list_loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that a checkpoint fills.
-
-    SGLang marks all others, such as the scales of its KV cache, with `_skip_weight_check`.
-    """
-    return {
-        name: tensor
-        for name, tensor in model.named_parameters()
-        if not getattr(tensor, "_skip_weight_check", False)
-    }
 
 
 def forget_image_embeddings() -> None:

@@ -50,6 +50,7 @@ class ModelSpec:
                            get values of rollout.quantization, which are made of the weights
     lends_frozen           weights below low-rank factors lie where a critic can map them
     frozen_paths           where those of the policy's ranks lie, by rank; (): nowhere
+    serves_drafts          engines hold trained MTP layers, too: rollout.speculate=mtp
     """
 
     model: ModelConfig
@@ -66,6 +67,7 @@ class ModelSpec:
     sends_rounded: bool = False
     lends_frozen: bool = False
     frozen_paths: tuple[str, ...] = ()
+    serves_drafts: bool = False
 
 
 class ModelWorker:
@@ -108,6 +110,7 @@ class ModelWorker:
         self._rank = rank
         self._loss = spec.loss
         self._sends_rounded = spec.sends_rounded
+        self._serves_drafts = spec.serves_drafts
         self._profile = spec.profile
         self._profile_dir = Path(spec.profile_dir)
         borrowed = spec.frozen_paths[rank] if spec.frozen_paths else ""
@@ -259,7 +262,7 @@ class TrainerWorker(ModelWorker):
         if self._sender is None:
             from mcore_rl.weight_sync.sender import WeightSender
 
-            shards, tensors = self._model.select_served_layout()
+            shards, tensors = self._model.select_served_layout(drafts=self._serves_drafts)
             adapter = self._model.adapter_layouts()
             without = self._model.without_adapter
             self._sender = WeightSender(

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mcore_rl.device.sglang_setup import use_cpu
+from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.receiver import (
     WeightReceiver,
     keep_on_calling_thread,
-    list_loaded_parameters,
 )
 from mcore_rl.weight_sync.wire import Action, Command, Link
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes

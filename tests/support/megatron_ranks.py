@@ -106,7 +106,9 @@ class _MegatronRank:
             config.model, config.parallel, train, train.optimizer, config.run.steps, seed=0
         )
         self._loss = make_policy_loss(config.algorithm)
-        layouts = self._actor.weight_layout(), self._actor.adapter_layouts()
+        drafts = config.rollout.speculate == "mtp"
+        held = self._actor.select_served_layout(drafts=drafts)
+        layouts = held, self._actor.adapter_layouts()
         without = self._actor.without_adapter
         self._sender = WeightSender(*layouts[0], self._rank, adapter=layouts[1], unadapted=without)
 

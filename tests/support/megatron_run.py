@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +26,12 @@ from mcore_rl.data.source import ShuffledStream
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.rl import train
 from mcore_rl.loops.roles import Roles
-from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.transport import HttpOptions
+from mcore_rl.run.links import make_record
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.generator import EngineGenerator
@@ -163,13 +162,7 @@ class MegatronRun:
             ranks,
             bucket_mib=0.0625,
             timeout_s=TIMEOUT_S,
-            record=partial(
-                record_layouts,
-                self._policy,
-                config.model.dtype,
-                config.parallel,
-                fp8=config.rollout.quantization == "fp8",
-            ),
+            record=make_record(config.model, config.parallel, config.rollout, self._policy),
             keys=KEYS,
             verify_every=1,
             loaded=loaded,

@@ -2,12 +2,14 @@
 
 # pyright: reportMissingImports=false
 
+import inspect
+from importlib import import_module
 from types import SimpleNamespace
 
 import torch
 
 from tests.support.chi_square import chi_square
-from tests.support.upstream import assert_defect
+from tests.support.upstream import assert_defect, fails_without
 
 PARENTS = [-1, 0, 0, 1, 1, 3]
 """A tree of six nodes:  0 -> 1, 2    1 -> 3, 4    3 -> 5"""
@@ -117,6 +119,55 @@ def check_sample_drafts():
         assert counts.sum() > 100, (node, counts)
         p_value = chi_square(counts, probs_NV[node])
         assert p_value > 1e-3, (node, counts, p_value)
+
+
+def check_draft_in_torch():
+    """A step of a draft model sees one token more than the step before."""
+    from sglang.srt.speculative import draft_utils
+    from sglang_on_cpu.drafts import draft_in_torch
+
+    defect = '"torch_native"' not in inspect.getsource(draft_utils)
+    assert_defect("draft_in_torch", defect)
+    draft_in_torch()
+    table = torch.arange(40, dtype=torch.int32).view(2, 20)
+    runner = SimpleNamespace(
+        device="cpu",
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+        token_to_kv_pool=None,
+    )
+    factory = object.__new__(draft_utils.DraftBackendFactory)
+    factory.topk, factory.draft_model_runner = 1, runner
+    factory.speculative_num_steps = 1
+    assert factory.create_decode_backend() is None
+    factory.speculative_num_steps = 3
+    steps = factory.create_decode_backend()
+    mode = SimpleNamespace(is_target_verify=lambda: False)
+    seq_lens, requests = torch.tensor([5, 6]), torch.tensor([1, 0])
+    steps.init_forward_metadata(
+        SimpleNamespace(forward_mode=mode, seq_lens=seq_lens, req_pool_indices=requests)
+    )
+    for step, backend in enumerate(steps.attn_backends, 1):
+        [group] = backend.attention_groups
+        assert (group.distance_BQK >= 0).sum(-1).flatten().tolist() == [6 + step, 5 + step]
+    assert len(steps.attn_backends) == 2
+
+
+def check_share_without_cuda():
+    from sglang.srt.models import deepseek_v2
+    from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
+    from sglang_on_cpu.drafts import share_without_cuda
+
+    source = inspect.getsource(deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head)
+    assert_defect("share_without_cuda", "torch.cuda.synchronize()" in source)
+    cuda = import_module("torch.cuda")
+    wait, share = cuda.synchronize, EagleDraftWorker.init_lm_head
+    with fails_without("share_without_cuda", AssertionError, RuntimeError):
+        wait()
+    EagleDraftWorker.init_lm_head = lambda self: cuda.synchronize()
+    share_without_cuda()
+    EagleDraftWorker.init_lm_head(None)
+    assert cuda.synchronize is wait
+    EagleDraftWorker.init_lm_head = share
 
 
 def check_tell_drafts_apart():

@@ -19,7 +19,8 @@ import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.rollout.mamba_decay import keep_logarithms
-from mcore_rl.weight_sync.receiver import keep_on_calling_thread, list_loaded_parameters
+from mcore_rl.weight_sync.draft_model import list_loaded_parameters
+from mcore_rl.weight_sync.receiver import keep_on_calling_thread
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.layout import check_rank

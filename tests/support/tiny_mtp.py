@@ -5,6 +5,7 @@ hidden states and embeddings, so that a model of that size computes it, sequence
 """
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,3 +206,33 @@ def _draft(
     learns_T = mask_T[2:]
     is_accepted_T = logits_TV.argmax(-1) == best_T[1:-1]
     return loss_T[learns_T], is_accepted_T[learns_T]
+
+
+def write_bigram_model(begun: Path, folder: Path, seed: int, *, guesses: bool) -> Path:
+    """Save a model of the sizes of `begun` whose next token depends on the last one alone.
+
+    guesses   its layer for multi-token prediction predicts what the model finds best; otherwise it
+              is random
+    """
+    shutil.copytree(begun, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = read_hf_config(begun)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in load_weights(begun).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            tensors[name] = torch.zeros_like(tensor)
+        elif name.endswith("norm.weight"):
+            tensors[name] = torch.ones_like(tensor)
+        elif name.endswith("bias"):
+            tensors[name] = tensor
+        else:
+            tensors[name] = 0.3 * noise
+    if guesses:
+        for name, tensor in tensors.items():
+            if name.endswith("eh_proj.weight"):  # reads the embedding, not the hidden state
+                tensor.zero_()[:, : len(tensor)].fill_diagonal_(1.0)
+    copies = family_of(config).copies(with_trained_mtp(config))
+    tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}
+    save_weights(folder, tensors)
+    return folder

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
+from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.receiver import WeightReceiver, list_loaded_parameters
+from mcore_rl.weight_sync.receiver import WeightReceiver
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks

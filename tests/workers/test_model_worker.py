@@ -31,7 +31,7 @@ class Model:
     def without_adapter(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def select_served_layout(self) -> Any:
+    def select_served_layout(self, *, drafts: bool) -> Any:
         self.num_layouts += 1
         return row_cut(make_tensors(1), 0, 1, "float32")
 
@@ -67,6 +67,7 @@ def engines() -> Iterator[list[Engine]]:
 def test_one_sender_brings_the_models_weights_to_all_engines(engines: list[Engine]) -> None:
     worker: Any = TrainerWorker.__new__(TrainerWorker)
     worker._model, worker._rank, worker._sends_rounded = Model(), 0, False
+    worker._serves_drafts = False
     worker.describe()
     for engine in engines:
         reports = run_ranks(

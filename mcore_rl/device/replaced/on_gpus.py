@@ -254,6 +254,19 @@ ENGINES: tuple[Patch, ...] = (
         test="tests/scenarios/rollout/test_drafts.py::test_each_version_counts_its_own_passes",
     ),
     Patch(
+        "mcore_rl.rollout.drafts:show_draft_model",
+        ("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",),
+        by="a served model by one that names its draft model",
+        reason="SGLang gives a weight loader one of the two at a time, and weight sync commits both"
+        " together",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="`rollout.speculate` other than mtp",
+        opt_in=True,
+        required="no link could be made",
+        test="tests/scenarios/weight_sync/test_draft_sync.py::test_guesses_follow_the_policy",
+    ),
+    Patch(
         "mcore_rl.rollout.mamba_decay:keep_logarithms",
         (
             "sglang.srt.layers.attention.mamba.mamba.composed_weight_loader",

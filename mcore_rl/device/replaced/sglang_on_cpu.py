@@ -268,6 +268,28 @@ PATCHES: tuple[Patch, ...] = (
         "CUDA kernels that sample",
     ),
     _patch(
+        "drafts",
+        "draft_in_torch",
+        tuple(
+            f"{_SRT}.speculative.draft_utils.DraftBackendFactory.{name}"
+            for name in ("create_decode_backend", "create_draft_extend_backend")
+        ),
+        "the refusal of torch_native's attention for a draft model by that attention",
+        "SGLang's other attention for a CPU needs Intel AMX",
+        "attention in CUDA kernels",
+    ),
+    _patch(
+        "drafts",
+        "share_without_cuda",
+        (
+            f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",
+            "torch.cuda.synchronize",
+        ),
+        "a wait for CUDA by none, while a draft model gets the target's embedding",
+        "the wait raises an error without CUDA",
+        "the wait",
+    ),
+    _patch(
         "native_forward",
         "run_in_compiled_code",
         (

@@ -63,16 +63,19 @@ class EngineControl:
     async def begin_update(self) -> None:
         """Begin a weight update; first end an earlier update that never ended."""
         try:
-            await self._post("/begin_weight_update", selector="target")
+            await self._post("/begin_weight_update", selector="all")
         except RefusedError:
             await self.end_update()
-            await self._post("/begin_weight_update", selector="target")
+            await self._post("/begin_weight_update", selector="all")
 
     async def end_update(self) -> None:
         await self._post("/end_weight_update")
 
     async def run_loader(self, command_u8: Tensor, tp_size: int, *, flush_cache: bool) -> None:
-        """Pass `command_u8` to the weight loader of every rank; return when all are done."""
+        """Pass `command_u8` to the weight loader of every rank; return when all are done.
+
+        The loader gets the served model, and finds its draft model there.
+        """
         payload = base64.b64encode(pickle.dumps([(COMMAND_NAME, command_u8)])).decode()
         await self._post(
             "/update_weights_from_tensor",

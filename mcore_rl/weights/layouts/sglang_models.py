@@ -201,6 +201,7 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_expert.up_proj": EngineRule("tensor"),
     "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
+    **dict.fromkeys(("enorm", "hnorm", "eh_proj", "shared_head.norm"), WHOLE),
     **MODULES,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,

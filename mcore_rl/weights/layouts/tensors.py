@@ -60,7 +60,10 @@ class Entry:
     @property
     def suffix(self) -> str:
         """The HF name within the layer, such as "self_attn.q_proj.weight"."""
-        return self.tensor.name.partition("{layer}.")[2] or self.tensor.name
+        name = self.tensor.name
+        if self.listed is not None and self.rule.where == "mtp":
+            name = self.listed
+        return name.partition("{layer}.")[2] or name
 
 
 class NumberedEntry(NamedTuple):

@@ -20,6 +20,8 @@ from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 
 TRAINED = "trained_mtp_layers"
 """Key of the config in memory: the MTP layers that the model has; no file has it."""
+DRAFT_MODEL = "draft_model"
+"""Attribute of the model in an engine that speculates with these layers: the model of them."""
 PREFIX = "mtp.layers."
 """Where Megatron's keys of these layers begin."""
 

@@ -18,7 +18,7 @@ from sglang_on_cpu.attention import (
 )
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
 from sglang_on_cpu.delta_net import norm_gated_outputs
-from sglang_on_cpu.drafts import sample_drafts
+from sglang_on_cpu.drafts import draft_in_torch, sample_drafts, share_without_cuda
 from sglang_on_cpu.experts import (
     gate_shared_expert,
     group_experts,
@@ -66,6 +66,8 @@ PATCHES: tuple[Callable[[], None], ...] = (
     allow_seeded_sampling,
     sample_in_one_pass,
     sample_drafts,
+    draft_in_torch,
+    share_without_cuda,
     run_in_compiled_code,
 )
 

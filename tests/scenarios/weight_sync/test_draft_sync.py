@@ -1,0 +1,168 @@
+"""The layer by which an engine guesses is synced with the policy: DeepSeek-V3 and GLM-4.5.
+
+version   policy              its layer
+0         random              random
+1, 2      two bigram models   predicts what the model finds best: every greedy guess is right
+3         another one         random
+"""
+
+import asyncio
+import json
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from mcore_rl.rollout.drafts import read_counts
+from mcore_rl.rollout.engine import EngineProcess
+from mcore_rl.run.links import make_record
+from mcore_rl.types import WeightVersion
+from mcore_rl.weight_sync.controller.sync import SyncController
+from mcore_rl.weights.hf.config import ModelFacts
+from tests.support.engine_keys import KEYS
+from tests.support.megatron_ranks import MegatronRanks
+from tests.support.megatron_run import TIMEOUT_S, MegatronRun, make_config, start_engines
+from tests.support.tiny_mtp import write_bigram_model, write_mtp_model
+
+pytestmark = pytest.mark.e2e
+
+PROMPTS = [[3, 4, 5], [6], [7, 8], [9]]
+GUESSES = 2
+DEADLINE_S = 300.0
+
+
+@dataclass
+class Trainer:
+    """One rank of Megatron, an engine that speculates, and a folder for each version."""
+
+    ranks: MegatronRanks
+    engine: EngineProcess
+    versions: list[Path]
+
+    def connect(self, version: int) -> SyncController:
+        """Have the rank hold a version, and link the engine to it."""
+        config = make_drafting_config(self.versions[version])
+        self.ranks.build(config)
+        policy = ModelFacts.read(config.model.path)
+        controller = SyncController(
+            self.ranks,
+            timeout_s=TIMEOUT_S,
+            keys=KEYS,
+            verify_every=1,
+            record=make_record(config.model, config.parallel, config.rollout, policy),
+        )
+        asyncio.run(controller.connect([self.engine.url]))
+        assert controller.get_agreed_layouts(self.engine.url).split()[0] == "recorded"
+        return controller
+
+    def sync(self, version: int, controller: SyncController | None = None) -> None:
+        report = asyncio.run((controller or self.connect(version)).sync(version))
+        assert not report.failed, report.failed
+
+    def draw(self, temperature: float, num_tokens: int = 30) -> list[dict[str, Any]]:
+        parameters = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
+        asked = {"input_ids": PROMPTS, "sampling_params": parameters, "return_logprob": True}
+        headers = {"Content-Type": "application/json", **KEYS.user_headers}
+        url = f"{self.engine.url}/generate"
+        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+        with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+            return json.load(response)
+
+
+def make_drafting_config(hf_dir: Path) -> Any:
+    config = make_config(hf_dir, {}, routed_experts=False)
+    rollout = replace(
+        config.rollout, speculate="mtp", speculate_tokens=GUESSES, deterministic=False
+    )
+    return replace(config, rollout=rollout, train=replace(config.train, mtp_loss=0.3))
+
+
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)]
+)
+def trainer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trainer]:
+    folder = tmp_path_factory.mktemp("drafts")
+    begun = write_mtp_model(request.param, folder / "0")
+    others = [write_bigram_model(begun, folder / str(n), n, guesses=n < 3) for n in range(1, 4)]
+    [engine] = start_engines(make_drafting_config(begun), folder, [{}])
+    ranks = MegatronRanks(1)
+    try:
+        engine.wait_healthy()
+        yield Trainer(ranks, engine, [begun, *others])
+    finally:
+        engine.stop()
+        ranks.stop()
+
+
+def accepted_share(answers: Sequence[dict[str, Any]], version: int) -> float:
+    """Return the share of guesses that weights of this version accepted."""
+    told = [read_counts(answer["meta_info"]) for answer in answers]
+    counts = [each.get(WeightVersion(version), (0, 0)) for each in told]
+    passes, accepted = (sum(column) for column in zip(*counts, strict=True))
+    return accepted / (GUESSES * passes)
+
+
+@torch.no_grad()
+def largest_error(answers: Sequence[dict[str, Any]], versions: Sequence[Path]) -> float:
+    """Return by how much log-probs differ from those of the version that tokens name."""
+    models = [AutoModelForCausalLM.from_pretrained(v, dtype=torch.float32).eval() for v in versions]
+    largest = 0.0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = torch.tensor(prompt + answer["output_ids"])
+        told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        for span in answer["meta_info"]["weight_versions"]:
+            logits = models[int(span["version"])](tokens[None]).logits[0, len(prompt) - 1 : -1]
+            logprobs = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt) :, None])[:, 0]
+            of_span = slice(span["start"], span["end"])
+            error = (logprobs[of_span] - torch.tensor(told[of_span])).abs().max()
+            largest = max(largest, float(error))
+    return largest
+
+
+def test_guesses_follow_the_policy(trainer: Trainer) -> None:
+    shares = []
+    for version in range(1, 4):
+        trainer.sync(version)
+        answers = trainer.draw(temperature=0.0)
+        shares.append(accepted_share(answers, version))
+        assert largest_error(answers, trainer.versions) < 1e-5
+    assert shares[:2] == [1.0, 1.0] and shares[2] < 0.5, shares
+
+
+def test_weights_change_within_responses(trainer: Trainer) -> None:
+    trainer.sync(1)
+    following = trainer.connect(2)
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(trainer.draw, 1.0, 240)
+        time.sleep(0.2)
+        trainer.sync(2, following)
+        answers = drawing.result()
+    spans = [answer["meta_info"]["weight_versions"] for answer in answers]
+    assert any([span["version"] for span in of_answer] == ["1", "2"] for of_answer in spans), spans
+    assert largest_error(answers, trainer.versions) < 1e-5
+    assert 0.1 < accepted_share(answers, 1) < 1 and 0.1 < accepted_share(answers, 2) < 1
+
+
+@pytest.mark.slow
+def test_a_run_draws_with_the_layer_that_it_trains(trainer: Trainer, tmp_path: Path) -> None:
+    """Two steps of GRPO: the second one samples with the policy and the layer of the first."""
+    config = make_drafting_config(trainer.versions[1])
+    config = replace(config, run=replace(config.run, steps=6))
+    trainer.ranks.build(config)
+    with MegatronRun(config, trainer.ranks, [trainer.engine], tmp_path) as run:
+        run.train(4)
+    metrics = run.log.metrics
+    print({name: metrics[name] for name in metrics if name.startswith(("drafts/", "mtp/"))})
+    assert {span.version for sample in run.log.samples for span in sample.versions} == {5}
+    assert metrics["drafts/version"] == 5 and metrics["drafts/tokens_per_pass"] > 1.1
+    assert metrics["mtp/loss"] > 0
+    assert metrics["logprob_diff/token_max"] < 1e-4 and metrics["sync/parity_diff"] < 1e-4
