@@ -53,7 +53,7 @@ from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.adapters import AdapterSlots
-from mcore_rl.rollout.drafts import make_drafts
+from mcore_rl.rollout.drafts import make_speculation
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
@@ -426,7 +426,7 @@ def engine_spec(
         custom_weight_loaders=(LOADER,),
         keys=keys,
         can_release_memory=can_release_memory,
-        drafts=make_drafts(rollout.speculate, rollout.speculate_tokens),
+        speculation=make_speculation(rollout.speculate, rollout.speculate_tokens),
         adapters=adapters,
         seed=seed,
         compiled=rollout.compiled,

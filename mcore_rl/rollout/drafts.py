@@ -26,7 +26,7 @@ DraftCounts = Mapping[WeightVersion, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Drafts:
+class Speculation:
     """How an engine guesses, and how many tokens for each request at a time."""
 
     method: str
@@ -41,9 +41,9 @@ class Drafts:
         return ["--speculative-algorithm", MTP, *flags]
 
 
-def make_drafts(method: str, num_tokens: int) -> Drafts | None:
+def make_speculation(method: str, num_tokens: int) -> Speculation | None:
     """Return what rollout.speculate and rollout.speculate_tokens ask for."""
-    return None if method == "none" else Drafts(method, num_tokens)
+    return None if method == "none" else Speculation(method, num_tokens)
 
 
 def check_compilers() -> None:
@@ -130,7 +130,8 @@ def count_drafts() -> None:
     def note_by_version(req: Any, num_accepted: int) -> None:
         note(req, num_accepted)
         version = context.get_serving().weight_version
-        setattr(req, COUNTS, sum_counts(getattr(req, COUNTS, {}), {version: (1, num_accepted)}))
+        own = vars(req)
+        own[COUNTS] = sum_counts(own.get(COUNTS, {}), {version: (1, num_accepted)})
 
     def list_counts(self: Any, reqs: list[Any]) -> dict[str, list[Any]]:
         finished = [getattr(req, COUNTS, {}) if req.finished() else {} for req in reqs]

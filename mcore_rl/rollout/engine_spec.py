@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from mcore_rl.process.network import is_loopback
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.adapters import AdapterSlots
-from mcore_rl.rollout.drafts import Drafts
+from mcore_rl.rollout.drafts import Speculation
 
 UNCOMPILED = "--uncompiled"
 """Argument of mcore_rl.rollout.server; see EngineSpec.compiled."""
@@ -48,7 +48,7 @@ class EngineSpec:
     share_prompts          compute a prompt once for all samples of it that come at a time, by a
                            rule that replaces SGLang's (rollout/scheduler_setup.py); None: if
                            the engine has no GPU
-    drafts                 None: it does not speculate
+    speculation            None: it checks no guesses
     adapters               those that it serves beside the weights; None: none
     batch_timeout_s        a server whose batch takes longer ends itself; SGLang looks at every half
                            of it
@@ -83,7 +83,7 @@ class EngineSpec:
     can_release_memory: bool = False
     compiled: bool = True
     share_prompts: bool | None = False
-    drafts: Drafts | None = None
+    speculation: Speculation | None = None
     adapters: AdapterSlots | None = None
     batch_timeout_s: float = 300.0
     extra_args: tuple[str, ...] = ()
@@ -161,8 +161,8 @@ class EngineSpec:
             flags.append("--enable-return-routed-experts")
         if self.indexer_topk:
             flags.append("--enable-return-indexer-topk")
-        if self.drafts is not None:
-            flags += self.drafts.list_flags()
+        if self.speculation is not None:
+            flags += self.speculation.list_flags()
         if self.adapters is not None:
             flags += self.adapters.list_flags()
         if self.custom_weight_loaders:

@@ -116,8 +116,6 @@ def serve(arguments: list[str]) -> None:
         load_package(package)
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
-    if server_args.speculative_algorithm == drafts.NGRAM:
-        drafts.check_compilers()
     set_schedulers_up(
         [*list_set_ups(server_args, shares), *take_adapters(slots, server_args.model_path)]
     )
@@ -140,7 +138,7 @@ def take_adapters(slots: AdapterSlots | None, model_path: str) -> list[SetUp]:
 
 
 def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
-    """Return what each scheduler process calls before it begins."""
+    """Return what each scheduler process calls before it begins; ValueError if that cannot be."""
     set_ups: list[SetUp] = [keep_output_lasting, follow_output]
     if shares_prompts:
         set_ups.append(compute_prompts_once)
@@ -151,6 +149,7 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
     if server_args.speculative_algorithm is not None:
         set_ups.append(drafts.count_drafts)
     if server_args.speculative_algorithm == drafts.NGRAM:
+        drafts.check_compilers()
         set_ups.append(drafts.tell_drafts_apart)
     if server_args.speculative_algorithm == drafts.MTP:
         set_ups.append(drafts.show_draft_model)

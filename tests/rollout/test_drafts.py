@@ -9,7 +9,7 @@ from mcore_rl.rollout import drafts
 from mcore_rl.rollout.drafts import (
     DraftCounter,
     check_compilers,
-    make_drafts,
+    make_speculation,
     measure_drafts,
     move_repeated,
     read_counts,
@@ -50,10 +50,10 @@ def test_a_draft_that_repeats_another_goes_behind_it(
 
 
 def test_an_engine_gets_the_options_of_its_drafts(tmp_path: Path) -> None:
-    spec = EngineSpec("m", str(tmp_path / "log"), port=1, drafts=make_drafts("ngram", 5))
+    spec = EngineSpec("m", str(tmp_path / "log"), port=1, speculation=make_speculation("ngram", 5))
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
     assert spec.arguments()[-len(flags) :] == flags
-    plain = EngineSpec("m", str(tmp_path / "log"), port=1, drafts=make_drafts("none", 5))
+    plain = EngineSpec("m", str(tmp_path / "log"), port=1, speculation=make_speculation("none", 5))
     assert "--speculative-algorithm" not in plain.arguments()
 
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+NUM_BINS = 50
+
 
 def chi_square(counts_V: Tensor, probs_V: Tensor) -> float:
     """Return Pearson's p-value of counts; AssertionError if what is impossible was drawn.
@@ -18,3 +20,18 @@ def chi_square(counts_V: Tensor, probs_V: Tensor) -> float:
     distance = ((counts - expected) ** 2 / expected).sum()
     freedom = torch.tensor(len(expected) - 1, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom / 2, distance / 2))
+
+
+def fit_of_draws(logprobs_TV: Tensor, token_T: Tensor) -> float:
+    """Return a p-value of tokens, if each is drawn with its row of float64 log-probs.
+
+    Where a token's share of its row begins, plus a random part of the share, is then as likely in
+    each fiftieth of 0 to 1.
+    """
+    probs_TV = logprobs_TV.exp()
+    own_T = probs_TV.gather(1, token_T[:, None])[:, 0]
+    place_T = probs_TV.cumsum(1).gather(1, token_T[:, None])[:, 0]
+    place_T -= own_T * torch.rand(len(token_T), dtype=torch.float64)
+    bin_T = (place_T * NUM_BINS).long().clamp(0, NUM_BINS - 1)
+    counts = torch.bincount(bin_T, minlength=NUM_BINS)
+    return chi_square(counts, torch.full((NUM_BINS,), 1 / NUM_BINS))

@@ -16,7 +16,7 @@ PARENTS = [-1, 0, 0, 1, 1, 3]
 FIRST_CHILD = [1, 3, -1, 5, -1, -1]
 NEXT_SIBLING = [-1, 2, -1, 4, -1, -1]
 TOKENS = [3, 0, 1, 2, 0, 1]
-"""Of its nodes, of five that there are."""
+"""The tokens of its nodes, of five that there are."""
 
 
 def tree_mask():
@@ -56,7 +56,7 @@ def check_links_of_a_mask():
 
 
 def check_links_of_choices():
-    """Of two drafts for each of two nodes, then two for each of these, three are kept."""
+    """Four drafts are kept of two behind the root and two behind each of these."""
     from sglang.kernels.ops.speculative import spec_tree
 
     # 0, 1: behind the root; 2, 3: behind choice 1; 4, 5: behind choice 0

@@ -1,5 +1,6 @@
 """Patches that a run with GPUs has: those of GPUs alone, and those of every machine."""
 
+from mcore_rl.device.replaced.drafts import DRAFTS
 from mcore_rl.device.replaced.entry import Patch, Scope, Times
 
 _CORE = "megatron.core"
@@ -219,53 +220,7 @@ ENGINES: tuple[Patch, ...] = (
         test="tests/scenarios/rollout/test_first_keys.py"
         "::test_tokens_keep_the_keys_that_were_chosen_as_they_were_drawn",
     ),
-    Patch(
-        "mcore_rl.rollout.drafts:tell_drafts_apart",
-        ("sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get",),
-        by="drafts of n-grams that are the same behind the same tokens by others",
-        reason="SGLang fills a tree with drafts of token 0 behind its root, and its kernel adds up"
-        " their probabilities",
-        scope=Scope.BOTH,
-        runs=Times.IN_STEPS,
-        switch="`rollout.speculate` other than ngram",
-        opt_in=True,
-        required="token 0 would be drawn several times too often",
-        test="tests/scenarios/device/test_sglang_on_cpu.py"
-        "::test_sglang_on_cpu[check_tell_drafts_apart]",
-    ),
-    Patch(
-        "mcore_rl.rollout.drafts:count_drafts",
-        (
-            "sglang.srt.managers.schedule_batch.Req.update_spec_correct_drafts_histogram",
-            *(
-                "sglang.srt.managers.scheduler_components.output_streamer"
-                f".SchedulerOutputStreamer.{name}"
-                for name in (
-                    *("has_additional_customized_info", "build_additional_customized_info"),
-                )
-            ),
-        ),
-        by="the count of a request's accepted drafts by one for each version of weights",
-        reason="SGLang counts them for a request, whatever weights it was drawn with",
-        scope=Scope.BOTH,
-        runs=Times.IN_STEPS,
-        switch="`rollout.speculate=none`, the default",
-        opt_in=True,
-        test="tests/scenarios/rollout/test_drafts.py::test_each_version_counts_its_own_passes",
-    ),
-    Patch(
-        "mcore_rl.rollout.drafts:show_draft_model",
-        ("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",),
-        by="a served model by one that names its draft model",
-        reason="SGLang gives a weight loader one of the two at a time, and weight sync commits both"
-        " together",
-        scope=Scope.BOTH,
-        runs=Times.APART,
-        switch="`rollout.speculate` other than mtp",
-        opt_in=True,
-        required="no link could be made",
-        test="tests/scenarios/weight_sync/test_draft_sync.py::test_guesses_follow_the_policy",
-    ),
+    *DRAFTS,
     Patch(
         "mcore_rl.rollout.mamba_decay:keep_logarithms",
         (

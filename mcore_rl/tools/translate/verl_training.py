@@ -80,9 +80,7 @@ def translate_model(options: ForeignOptions) -> Found:
             yield Decision(f"{MODEL}.{name}", rank, f"{advice} (docs/lora.md)")
     for name in ("enable", "enable_train", "enable_rollout"):
         if options.take(f"{MODEL}.mtp.{name}", False):
-            advice = (
-                "set train.mtp_loss to train them, rollout.speculate=mtp to use them (docs/mtp.md)"
-            )
+            advice = "set train.mtp_loss; engines use them with rollout.speculate=mtp (docs/mtp.md)"
             yield Decision(f"{MODEL}.mtp.{name}", True, advice)
     for name, advice in {
         "tokenizer_path": "the tokenizer is that of model.path: put it there",
