@@ -135,6 +135,18 @@ def test_engines_that_cannot_speculate(model: ModelFacts, experts: bool, message
     check_drafts(DriftConfig(routed_experts=False), RolloutConfig(speculate="ngram"), QWEN)
 
 
+def test_engines_that_guess_with_a_layer_report_experts_behind_a_dense_layer() -> None:
+    guessing, asked = RolloutConfig(speculate="mtp"), DriftConfig(routed_experts=True)
+    deepseek = ModelFacts.read("recipes/model/deepseek_v3")
+    check_drafts(asked, guessing, deepseek)
+    sparse = altered(deepseek, {"first_k_dense_replace": 0})
+    with pytest.raises(ValueError, match=r"set drift.routed_experts=false"):
+        check_drafts(asked, guessing, sparse)
+    several = altered(deepseek, {"num_nextn_predict_layers": 2})
+    with pytest.raises(ValueError, match=r"config.json has 2 layers for multi-token prediction"):
+        check_drafts(asked, guessing, several)
+
+
 def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:
     config = altered(QWEN_VL, {"num_key_value_heads": 28, "intermediate_size": 7 * 2706})
     whole = {"mm_enable_dp_encoder": True}

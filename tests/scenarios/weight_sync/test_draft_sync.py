@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from mcore_rl.rollout.drafts import read_counts
@@ -26,6 +27,7 @@ from mcore_rl.run.links import make_record
 from mcore_rl.types import WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
+from tests.support.chi_square import fit_of_draws
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_ranks import MegatronRanks
 from tests.support.megatron_run import TIMEOUT_S, MegatronRun, make_config, start_engines
@@ -77,7 +79,7 @@ class Trainer:
 
 
 def make_drafting_config(hf_dir: Path) -> Any:
-    config = make_config(hf_dir, {}, routed_experts=False)
+    config = make_config(hf_dir, {})
     rollout = replace(
         config.rollout, speculate="mtp", speculate_tokens=GUESSES, deterministic=False
     )
@@ -111,16 +113,25 @@ def accepted_share(answers: Sequence[dict[str, Any]], version: int) -> float:
     return accepted / (GUESSES * passes)
 
 
+def load_model(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
+def score(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
+    """Return the logits of what follows each token but the last."""
+    return model(torch.tensor([token_ids])).logits[0, :-1]
+
+
 def largest_error(answers: Sequence[dict[str, Any]], versions: Sequence[Path]) -> float:
     """Return by how much log-probs differ from those of the version that tokens name."""
-    models = [AutoModelForCausalLM.from_pretrained(v, dtype=torch.float32).eval() for v in versions]
+    models = [load_model(version) for version in versions]
     largest = 0.0
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         tokens = torch.tensor(prompt + answer["output_ids"])
         told = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         for span in answer["meta_info"]["weight_versions"]:
-            logits = models[int(span["version"])](tokens[None]).logits[0, len(prompt) - 1 : -1]
+            logits = score(models[int(span["version"])], tokens.tolist())[len(prompt) - 1 :]
             logprobs = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt) :, None])[:, 0]
             of_span = slice(span["start"], span["end"])
             error = (logprobs[of_span] - torch.tensor(told[of_span])).abs().max()
@@ -136,6 +147,21 @@ def test_guesses_follow_the_policy(trainer: Trainer) -> None:
         shares.append(accepted_share(answers, version))
         assert largest_error(answers, trainer.versions) < 1e-5
     assert shares[:2] == [1.0, 1.0] and shares[2] < 0.5, shares
+
+
+def test_tokens_are_drawn_with_the_policys_probabilities(trainer: Trainer) -> None:
+    trainer.sync(1)
+    answers = [answer for _ in range(4) for answer in trainer.draw(1.0, 240)]
+    model = load_model(trainer.versions[1])
+    logprobs, tokens = [], []
+    for i, answer in enumerate(answers):
+        prompt = PROMPTS[i % len(PROMPTS)]
+        drawn = torch.tensor(answer["output_ids"])
+        logits = score(model, [*prompt, *answer["output_ids"]])[len(prompt) - 1 :]
+        logprobs.append(torch.log_softmax(logits.double(), -1))
+        tokens.append(drawn)
+    assert 0.1 < accepted_share(answers, 1) < 1
+    assert fit_of_draws(torch.cat(logprobs), torch.cat(tokens)) > 1e-4
 
 
 def test_weights_change_within_responses(trainer: Trainer) -> None:
@@ -154,7 +180,9 @@ def test_weights_change_within_responses(trainer: Trainer) -> None:
 
 @pytest.mark.slow
 def test_a_run_draws_with_the_layer_that_it_trains(trainer: Trainer, tmp_path: Path) -> None:
-    """Two steps of GRPO: the second one samples with the policy and the layer of the first."""
+    """Two steps of GRPO, which replay the experts that engines chose: the second one samples with
+    the policy and the layer of the first.
+    """
     config = make_drafting_config(trainer.versions[1])
     config = replace(config, run=replace(config.run, steps=6))
     trainer.ranks.build(config)
@@ -164,5 +192,5 @@ def test_a_run_draws_with_the_layer_that_it_trains(trainer: Trainer, tmp_path: P
     print({name: metrics[name] for name in metrics if name.startswith(("drafts/", "mtp/"))})
     assert {span.version for sample in run.log.samples for span in sample.versions} == {5}
     assert metrics["drafts/version"] == 5 and metrics["drafts/tokens_per_pass"] > 1.1
-    assert metrics["mtp/loss"] > 0
+    assert metrics["mtp/loss"] > 0 == metrics["logprob_diff/router_flip_share"]
     assert metrics["logprob_diff/token_max"] < 1e-4 and metrics["sync/parity_diff"] < 1e-4
