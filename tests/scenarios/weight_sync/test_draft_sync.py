@@ -47,6 +47,7 @@ class Trainer:
     ranks: MegatronRanks
     engine: EngineProcess
     versions: list[Path]
+    agreed: str
 
     def connect(self, version: int) -> SyncController:
         """Have the rank hold a version, and link the engine to it."""
@@ -61,7 +62,7 @@ class Trainer:
             record=make_record(config.model, config.parallel, config.rollout, policy),
         )
         asyncio.run(controller.connect([self.engine.url]))
-        assert controller.get_agreed_layouts(self.engine.url).split()[0] == "recorded"
+        assert controller.get_agreed_layouts(self.engine.url).split()[0] == self.agreed
         return controller
 
     def sync(self, version: int, controller: SyncController | None = None) -> None:
@@ -86,20 +87,32 @@ def make_drafting_config(hf_dir: Path) -> Any:
     return replace(config, rollout=rollout, train=replace(config.train, mtp_loss=0.3))
 
 
+CASES: dict[str, tuple[str, dict[str, int], str]] = {
+    "deepseek_v3": ("deepseek_v3", {}, "recorded"),
+    "glm4_moe": ("glm4_moe", {}, "recorded"),
+    "deepseek_v3-cut": ("deepseek_v3", {"tp": 2, "ep": 2}, "listed"),
+}
+"""A family, an engine's sizes, and how the layouts are found: see test_families.py."""
+
+
 @pytest.fixture(
-    scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "deepseek_v3")) for name in CASES
+    ],
 )
 def trainer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp("drafts")
-    begun = write_mtp_model(request.param, folder / "0")
+    kind, sizes, agreed = CASES[request.param]
+    begun = write_mtp_model(kind, folder / "0")
     others = [write_bigram_model(begun, folder / str(n), n, guesses=n < 3) for n in range(1, 4)]
-    [engine] = start_engines(make_drafting_config(begun), folder, [{}])
+    [engine] = start_engines(make_drafting_config(begun), folder, [sizes])
     ranks = MegatronRanks(1)
     try:
         engine.wait_healthy()
-        yield Trainer(ranks, engine, [begun, *others])
+        yield Trainer(ranks, engine, [begun, *others], agreed)
     finally:
         engine.stop()
         ranks.stop()
