@@ -93,8 +93,12 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     ("layout", "message"),
     [
         ({"tp": 3}, "parallel.tp=3 does not divide num_attention_heads=8"),
-        ({"pp": 3}, "parallel.pp \\* parallel.vpp=3 does not divide num_hidden_layers=4"),
-        ({"pp": 2, "vpp": 4}, "=8 does not divide num_hidden_layers=4"),
+        (
+            {"pp": 3},
+            r"parallel.pp \* parallel.vpp=3 does not divide num_hidden_layers=4 of config.json;"
+            r" set parallel.stage_layers=\[2,1,1\]",
+        ),
+        ({"pp": 2, "vpp": 4}, "=8 does not divide num_hidden_layers=4 .*; lower parallel.pp"),
         ({"ep": 3}, "parallel.ep=3 does not divide the number of experts=8"),
     ],
 )

@@ -72,18 +72,9 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
     `name` is the group of options that `parallel` comes from, for the error.
     """
     sizes = family_of(config).sizes(config)
-    stages = parallel.pp * (parallel.vpp or 1)
-    if parallel.stage_layers:
-        if sum(parallel.stage_layers) != sizes["layers"]:
-            raise ValueError(
-                f"{name}.stage_layers={parallel.stage_layers} are"
-                f" {sum(parallel.stage_layers)} layers together, but num_hidden_layers="
-                f"{sizes['layers']} in config.json"
-            )
-        stages = 1
+    _check_stages(parallel, name, sizes["layers"])
     sized = [
         (f"{name}.tp", parallel.tp, "num_attention_heads", config["num_attention_heads"]),
-        (f"{name}.pp * {name}.vpp", stages, "num_hidden_layers", sizes["layers"]),
         (f"{name}.ep", parallel.ep, "the number of experts", sizes["experts"]),
         (f"{name}.etp", parallel.etp, "an expert's intermediate size", sizes["expert_ffn"]),
     ]
@@ -115,6 +106,26 @@ def check_layout(config: HfConfig, parallel: ParallelConfig, name: str = "parall
         raise ValueError(
             f"{name}.tp={parallel.tp} neither divides num_key_value_heads={groups} of config.json"
             " nor is a multiple of it"
+        )
+
+
+def _check_stages(parallel: ParallelConfig, name: str, num_layers: int) -> None:
+    """Raise ValueError if the pipeline stages have other layers together than the model."""
+    if parallel.stage_layers:
+        if sum(parallel.stage_layers) != num_layers:
+            raise ValueError(
+                f"{name}.stage_layers={parallel.stage_layers} are {sum(parallel.stage_layers)}"
+                f" layers together, but num_hidden_layers={num_layers} in config.json"
+            )
+        return
+    stages = parallel.pp * (parallel.vpp or 1)
+    each, more = divmod(num_layers, stages)
+    if more:
+        listed = ",".join(map(str, [each + 1] * more + [each] * (stages - more)))
+        remedy = f"set {name}.stage_layers=[{listed}]" if each else f"lower {name}.pp"
+        raise ValueError(
+            f"{name}.pp * {name}.vpp={stages} does not divide num_hidden_layers={num_layers} of"
+            f" config.json; {remedy}"
         )
 
 
