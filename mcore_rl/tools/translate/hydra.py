@@ -15,8 +15,17 @@ from yaml import YAMLError
 from mcore_rl.config.tree import flatten as flatten_tree
 from mcore_rl.tools.translate.translation import ForeignOptions
 
-OWN_CONFIGS = frozenset({"ppo_trainer", "ppo_megatron_trainer"})
+OWN_CONFIGS = frozenset(
+    f"{program}{kind}_trainer"
+    for program in ("", "fully_async_", "one_step_off_")
+    for kind in ("ppo", "ppo_megatron")
+)
 """Configurations of verl, whose values are its defaults here."""
+PROGRAMS = {
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+}
+"""Programs of verl that sample ahead, and the configuration that each takes if none is named."""
 
 
 def read_options(arguments: Sequence[str]) -> ForeignOptions:
@@ -25,12 +34,16 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
     A file is a configuration, or a list of overrides as Hydra leaves it in .hydra/overrides.yaml.
     A whole command line also has what runs verl, `uv run ... python3 -m <module>`, and what Hydra
     reads, --config-name=<name>. A configuration of that name which is not verl's own is read from
-    --config-path.
+    --config-path, or from that folder beside the module, as Hydra does.
     Raises ValueError naming the file, the override or the program that cannot be read.
     """
     is_whole = False
-    flags, rest = _command_line().parse_known_args(_drop_program(arguments))
-    primary = _read_primary(flags.config_name, flags.config_path or flags.config_dir or ".")
+    program, words = _split_program(arguments)
+    flags, rest = _command_line().parse_known_args(words)
+    folder = Path(flags.config_path or flags.config_dir or ".")
+    beside = Path(*program.split(".")[:-1]) / folder
+    name = flags.config_name or PROGRAMS.get(program, "")
+    primary = _read_primary(name, (folder, beside) if program else (folder,))
     given = dict(primary.given)
     for argument in rest:
         if argument.endswith((".yaml", ".yml")) and "=" not in argument:
@@ -54,38 +67,42 @@ OTHER_PROGRAMS = {
 """Programs of verl that are not its RL training, by a part of their names, and what there is."""
 
 
-def _drop_program(words: Sequence[str]) -> Sequence[str]:
-    """Return what follows the program in a whole command line; other words as they are.
+def _split_program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the program of a whole command line, and what follows it; "" and other words as they
+    are.
 
     Raises ValueError if the program does not train by RL: its options mean something else.
     """
     modules = [
         place
         for place, (flag, module) in enumerate(pairwise(words))
-        if flag == "-m" and module.startswith("verl.")
+        if flag == "-m" and module.startswith(("verl.", "recipe."))
     ]
     if not modules:
-        return words
+        files = [place for place, word in enumerate(words) if word.endswith(".py")]
+        return "", words[files[-1] + 1 :] if files else words
     program = words[modules[-1] + 1]
     for part, instead in OTHER_PROGRAMS.items():
         if part in program.rsplit(".", 1)[-1]:
             raise ValueError(f"{program} is not verl's RL training: {instead}")
-    return words[modules[-1] + 2 :]
+    return program, words[modules[-1] + 2 :]
 
 
-def _read_primary(name: str, folder: str) -> ForeignOptions:
+def _read_primary(name: str, folders: Sequence[Path]) -> ForeignOptions:
     """Return what the configuration `name` has on top of verl's own, which it names as a default.
 
-    Raises ValueError if it is not in `folder`: none of its options would be translated.
+    Raises ValueError if it is in none of `folders`: none of its options would be translated.
     """
     stem = name.removesuffix(".yaml")
     if not name or stem in OWN_CONFIGS:
         return ForeignOptions({}, False, stem)
-    path = Path(folder) / f"{stem}.yaml"
-    if not path.is_file():
+    paths = [folder / f"{stem}.yaml" for folder in folders]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
         raise ValueError(
-            f"--config-name={name}: there is no {path}, and what it sets would be lost; give the"
-            " folder where it lies with --config-path"
+            f"--config-name={name}: there is no {' nor '.join(map(str, paths))}, and what it sets"
+            " would be lost; run this in verl's folder, or give the folder where it lies with"
+            " --config-path"
         )
     tree = load_tree(path)
     if not isinstance(tree, DictConfig):
@@ -93,7 +110,7 @@ def _read_primary(name: str, folder: str) -> ForeignOptions:
     base = ForeignOptions({}, False)
     for default in tree.pop("defaults", None) or ():
         if isinstance(default, str) and default != "_self_":
-            base = _read_primary(default, folder)
+            base = _read_primary(default, folders)
     tree.pop("hydra", None)
     leaves = flatten(OmegaConf.to_container(tree, resolve=False))  # type: ignore[arg-type]
     computed = {n: value for n, value in leaves.items() if "${" in str(value)}

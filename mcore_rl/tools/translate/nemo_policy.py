@@ -4,6 +4,7 @@ from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
 from mcore_rl.config.upstream.fields import TRANSFORMER
+from mcore_rl.tools.translate.stages import read_num_layers, translate_ends
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -126,11 +127,10 @@ def translate_layout(options: ForeignOptions, role: str, ours: str) -> Found:
     if not on_megatron:
         advice = f"Megatron trains here: choose {ours}.tp, pp and ep by `mcore-rl plan`"
         yield Decision(f"{role}.megatron_cfg.enabled", False, advice)
-    for end in ("first", "last"):
-        name = f"{role}.megatron_cfg.num_layers_in_{end}_pipeline_stage"
-        layers = options.take(name, None)
-        if layers is not None:
-            yield Decision(name, layers, f"set {ours}.stage_layers, the layers of each stage")
+    names = [f"{role}.megatron_cfg.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
+    ends = {name: options.take(name, None) for name in names}
+    layers = read_num_layers(options.take(f"{role}.model_name", ""))
+    yield from translate_ends(ours, sizes.get("pp", 1), ends, layers, ())
 
 
 def translate_training(options: ForeignOptions) -> Found:

@@ -119,9 +119,10 @@ def _resolve(tree: DictConfig, file: str) -> dict[str, Any]:
     try:
         content = OmegaConf.to_container(tree, resolve=True, throw_on_missing=False)
     except OmegaConfBaseException as error:
+        told = str(error).splitlines()[0]
         raise ValueError(
-            f"{file}: a value cannot be computed: {error}; set what it names, or give the option"
-            " that has it"
+            f"{file}: {error.full_key} cannot be computed: {told}; set what it names, or give"
+            f" {error.full_key}=<value>"
         ) from None
     finally:
         for name in ARITHMETIC:

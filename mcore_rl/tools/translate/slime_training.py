@@ -4,6 +4,7 @@ from typing import Any
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.training import RECOMPUTABLE
+from mcore_rl.tools.translate.stages import translate_ends
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -85,10 +86,10 @@ def _stages(options: ForeignOptions, ours: str, pp: int) -> Found:
     chunks = options.take("--num-virtual-stages-per-pipeline-rank", None)
     if chunks is not None:
         yield RecipeLine(f"{ours}.vpp", chunks, ("--num-virtual-stages-per-pipeline-rank",))
-    ends = [options.take(name, None) for name in STAGE_ENDS]
-    given = tuple(name for name in STAGE_ENDS if options.take(name, None) is not None)
+    ends = {name: options.take(name, None) for name in STAGE_ENDS}
+    has_ends = any(number is not None for number in ends.values())
     virtual = options.take("--num-layers-per-virtual-pipeline-stage", None)
-    layers = options.take("--num-layers", None) if given or virtual is not None else None
+    layers = options.take("--num-layers", None) if has_ends or virtual is not None else None
     if virtual is not None and layers is not None:
         names = ("--num-layers-per-virtual-pipeline-stage", "--num-layers")
         yield RecipeLine(f"{ours}.vpp", layers // pp // virtual, names)
@@ -99,19 +100,8 @@ def _stages(options: ForeignOptions, ours: str, pp: int) -> Found:
     if layout is not None:
         advice = f"set {ours}.stage_layers, which counts the layers of each stage"
         yield Decision("--pipeline-model-parallel-layout", layout, advice)
-    if not given:
-        return
-    middle = pp - len(given)
-    rest = (layers or 0) - sum(end for end in ends if end is not None)
-    if layers is None or middle < 1 or rest % middle or chunks is not None:
-        advice = f"set {ours}.stage_layers: the layers of each pipeline stage"
-        for name in given:
-            yield Decision(name, options.take(name, None), advice)
-        return
-    first = [ends[0]] if ends[0] is not None else []
-    last = [ends[1]] if ends[1] is not None else []
-    stages = [*first, *[rest // middle] * middle, *last]
-    yield RecipeLine(f"{ours}.stage_layers", stages, (*given, "--num-layers"))
+    is_whole = chunks is None
+    yield from translate_ends(ours, pp, ends, layers if is_whole else None, ("--num-layers",))
 
 
 def _recompute(options: ForeignOptions) -> Found:

@@ -62,6 +62,14 @@ def says(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", [], {})
 
 
+def _refuse_text(name: str, value: Any, default: Any) -> None:
+    if isinstance(value, str) and isinstance(default, int | float):
+        kind = "true or false" if isinstance(default, bool) else "a number"
+        raise ValueError(
+            f"{name}={value!r} is not {kind}; if the script takes it from a variable, set that"
+        )
+
+
 @dataclass
 class ForeignOptions:
     """Options by name; those that are read are remembered.
@@ -80,9 +88,13 @@ class ForeignOptions:
     read: set[str] = field(default_factory=set)
 
     def take(self, name: str, default: V) -> V:
-        """Return an option, or what the other system takes if it is left out or null."""
+        """Return an option, or what the other system takes if it is left out or null.
+
+        Raises ValueError for a text where `default` is a number or a truth value.
+        """
         self.read.add(name)
         value = self.given.get(name)
+        _refuse_text(name, value, default)
         return default if value is None else value
 
     def take_list(self, name: str, default: Sequence[str] = ()) -> list[str]:

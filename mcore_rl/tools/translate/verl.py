@@ -28,13 +28,17 @@ from mcore_rl.tools.translate.verl_algorithm import (
     translate_kl,
     translate_loss,
 )
-from mcore_rl.tools.translate.verl_training import (
+from mcore_rl.tools.translate.verl_modes import translate_mode, translate_samples
+from mcore_rl.tools.translate.verl_shared import (
     ACTOR,
     home_of,
+    is_fully_async,
+    take_prompts,
     take_shared,
+)
+from mcore_rl.tools.translate.verl_training import (
     translate_engines,
     translate_layout,
-    translate_mode,
     translate_model,
     translate_optimizer,
     translate_sampling,
@@ -196,6 +200,11 @@ UNNEEDED: Mapping[str, str] = {
     "skip": "read with enable only",
     "ray_kwargs": "cluster.*",
     "transfer_queue": "samples stay where they were drawn",
+    "async_training.dynamic_schedule_": "GPUs of the trainer are lent to no engines",
+    "async_training.concurrent_samples_per_replica": "rollout.max_in_flight",
+    "async_training.compute_prox_log_prob": "algorithm.correction.bypass",
+    "async_training.checkpoint_engine": "weights travel in slices: sync.bucket_mib",
+    "rollout.n": "rollout.samples_per_prompt",
 }
 """Prefixes of options' names, and what a user may want to know."""
 PARTS_ANYWHERE: Mapping[str, str] = {
@@ -314,9 +323,8 @@ def translate_run(options: ForeignOptions) -> Found:
     elif saves > 0:
         advice = "all checkpoints are kept there, here the newest: set checkpoint.keep"
         yield Decision("trainer.max_actor_ckpt_to_keep", None, advice)
-    yield RecipeLine(
-        "eval.every_steps", max(options.take("trainer.test_freq", -1), 0), ("trainer.test_freq",)
-    )
+    every = int(options.take("trainer.test_freq", -1))
+    yield RecipeLine("eval.every_steps", max(every, 0), ("trainer.test_freq",))
     resume = options.take("trainer.resume_mode", "auto")
     if resume == "disable":
         yield RecipeLine("run.resume", False, ("trainer.resume_mode",))
@@ -334,10 +342,13 @@ def _steps(options: ForeignOptions) -> Found:
     if total is not None:
         yield RecipeLine("run.steps", total, ("trainer.total_training_steps",))
         return
+    if is_fully_async(options):
+        yield from translate_samples(options)
+        return
     paths = [Path(home_of(file)) for file in options.take_list("data.train_files")]
     if paths and all(path.is_file() and path.suffix == ".parquet" for path in paths):
         rows = sum(pq.read_metadata(path).num_rows for path in paths)
-        prompts = take_shared(options, "data.train_batch_size")
+        prompts, _ = take_prompts(options)
         sources = ("trainer.total_epochs", "data.train_files")
         yield RecipeLine("run.steps", max(epochs * (rows // prompts), 1), sources)
     else:

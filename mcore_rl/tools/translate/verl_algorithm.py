@@ -3,13 +3,18 @@
 import math
 
 from mcore_rl.tools.translate.translation import Decision, ForeignOptions, Found, RecipeLine
-from mcore_rl.tools.translate.verl_training import (
+from mcore_rl.tools.translate.verl_shared import (
     ACTOR,
+    is_fully_async,
     is_megatron,
+    is_one_step_off,
+    take_prompts,
+    take_shared,
+)
+from mcore_rl.tools.translate.verl_training import (
     layout_of,
     layout_of_fsdp,
     passes,
-    take_shared,
     translate_optimizer,
 )
 
@@ -87,7 +92,7 @@ def translate_advantage(options: ForeignOptions) -> Found:
             yield RecipeLine(
                 "rollout.max_rounds", rounds, ("algorithm.filter_groups.max_num_gen_batches",)
             )
-        prompts = take_shared(options, "data.train_batch_size")
+        prompts, _ = take_prompts(options)
         drawn = options.take("data.gen_batch_size", prompts)
         if drawn > prompts:
             yield RecipeLine("rollout.oversampling", drawn / prompts, ("data.gen_batch_size",))
@@ -218,7 +223,9 @@ def translate_kl(options: ForeignOptions) -> Found:
 
 def translate_correction(options: ForeignOptions) -> Found:
     weight = options.take(f"{CORRECTION}.rollout_is", None)
-    has_bypass = options.take(f"{CORRECTION}.bypass_mode", False)
+    # The configurations of the two programs that sample ahead switch it on.
+    ahead = is_fully_async(options) or is_one_step_off(options)
+    has_bypass = options.take(f"{CORRECTION}.bypass_mode", ahead)
     if has_bypass:
         yield RecipeLine("algorithm.correction.bypass", True, (f"{CORRECTION}.bypass_mode",))
         kind = options.take(f"{CORRECTION}.loss_type", "ppo_clip")
@@ -233,7 +240,7 @@ def translate_correction(options: ForeignOptions) -> Found:
 def _weight(options: ForeignOptions, weight: str) -> Found:
     yield RecipeLine("algorithm.correction.weight", weight, (f"{CORRECTION}.rollout_is",))
     name = f"{CORRECTION}.rollout_is_threshold"
-    low, _, high = str(options.take(name, 2.0)).rpartition("_")
+    low, _, high = str(options.take(name, "2.0")).rpartition("_")
     if low:
         yield RecipeLine("algorithm.correction.bound", "mask", (name,))
         yield RecipeLine("algorithm.correction.low", float(low), (name,))

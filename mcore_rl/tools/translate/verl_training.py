@@ -1,11 +1,11 @@
 """Converts model, layout, optimizer, engines, sampling and turns of verl 0.9 into options."""
 
 import math
-import os
 from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
+from mcore_rl.tools.translate.stages import read_num_layers, translate_ends
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -14,20 +14,17 @@ from mcore_rl.tools.translate.translation import (
     hold_longest,
     translate_muon,
 )
+from mcore_rl.tools.translate.verl_modes import translate_placement
+from mcore_rl.tools.translate.verl_shared import (
+    ACTOR,
+    MODEL,
+    ROLLOUT,
+    home_of,
+    is_megatron,
+    take_prompts,
+    take_shared,
+)
 
-ACTOR = "actor_rollout_ref.actor"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
-SHARED = {
-    "data.train_batch_size": 1024,
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "algorithm.adv_estimator": "gae",
-    "actor_rollout_ref.hybrid_engine": True,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-}
-"""Options that several rules read, and verl's defaults of them."""
 SCHEDULES = ("constant", "linear", "cosine")
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 MUON = (
@@ -35,27 +32,10 @@ MUON = (
     *("tp_mode", "fp32_matmul_prec", "extra_scale_factor", "scalar_optimizer"),
 )
 """Options of Muon, without the "muon_" with which their names begin."""
-ASYNCHRONOUS = "trainer.v1.trainer_mode"
-OWN_TRANSFORMER = ("recompute_", "attention_backend")
+STAGE_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+SPLITS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+OWN_TRANSFORMER = ("recompute_", "attention_backend", *STAGE_ENDS, *SPLITS)
 """Fields of the transformer's configuration that are not handed on as they are."""
-
-
-def take_shared(options: ForeignOptions, name: str) -> Any:
-    """Return one of the options SHARED."""
-    return options.take(name, SHARED[name])
-
-
-def is_megatron(options: ForeignOptions) -> bool:
-    """Return whether Megatron trains, and not FSDP."""
-    own = "megatron" in options.config_name
-    own |= options.take("model_engine", "dp") == "megatron"
-    own |= any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
-    return options.take(f"{ACTOR}.strategy", "megatron" if own else "fsdp") == "megatron"
-
-
-def home_of(path: str) -> str:
-    """Return a path with the user's folder in place of a tilde at its beginning."""
-    return os.path.expanduser(path)
 
 
 def translate_model(options: ForeignOptions) -> Found:
@@ -116,7 +96,7 @@ def translate_layout(options: ForeignOptions) -> Found:
         yield RecipeLine("train.recompute", "full", (f"{MODEL}.enable_gradient_checkpointing",))
 
 
-def layout_of(options: ForeignOptions, group: str, ours: str) -> Iterator[RecipeLine]:
+def layout_of(options: ForeignOptions, group: str, ours: str) -> Found:
     """Yield the parallel sizes of a Megatron group of verl's as options under `ours`.
 
     All GPUs of the trainer are used: what they are more than tp * pp * cp is data parallel.
@@ -139,6 +119,20 @@ def layout_of(options: ForeignOptions, group: str, ours: str) -> Iterator[Recipe
         size: Any = options.take(f"{group}.{theirs}", default)
         if size not in (1, None):
             yield RecipeLine(f"{ours}.{name}", size, (f"{group}.{theirs}",))
+    yield from _stages_of(options, group, ours)
+
+
+def _stages_of(options: ForeignOptions, group: str, ours: str) -> Found:
+    config = f"{group}.override_transformer_config"
+    ends = {name: options.take(name, None) for name in (f"{config}.{end}" for end in STAGE_ENDS)}
+    for split in SPLITS:
+        if options.take(f"{config}.{split}", False):
+            advice = f"set {ours}.stage_layers, the layers of each stage"
+            yield Decision(f"{config}.{split}", True, advice)
+    pp = options.take(f"{group}.pipeline_model_parallel_size", 1)
+    vpp = options.take(f"{group}.virtual_pipeline_model_parallel_size", None)
+    layers = read_num_layers(home_of(options.take(f"{MODEL}.path", ""))) if vpp is None else None
+    yield from translate_ends(ours, pp, ends, layers, ())
 
 
 def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
@@ -267,8 +261,8 @@ def _schedule(options: ForeignOptions, theirs: str, ours: str) -> Found:
 
 def translate_step(options: ForeignOptions) -> Found:
     """Yield what a step takes: prompts, mini-batches, micro-batches."""
-    prompts = take_shared(options, "data.train_batch_size")
-    yield RecipeLine("rollout.prompts_per_step", prompts, ("data.train_batch_size",))
+    prompts, sources = take_prompts(options)
+    yield RecipeLine("rollout.prompts_per_step", prompts, sources)
     yield from passes(options, ACTOR, "train", 256)
     yield from _micro_batches(options)
     yield from _router_replay(options)
@@ -291,10 +285,8 @@ def passes(options: ForeignOptions, theirs: str, ours: str, mini_batch: int) -> 
     """Yield optimizer steps and passes of a rollout; `mini_batch` is verl's default, in prompts."""
     name = f"{theirs}.ppo_mini_batch_size"
     size = options.take(name, mini_batch)
-    prompts = take_shared(options, "data.train_batch_size")
-    yield RecipeLine(
-        f"{ours}.mini_batches", max(round(prompts / size), 1), ("data.train_batch_size", name)
-    )
+    prompts, sources = take_prompts(options)
+    yield RecipeLine(f"{ours}.mini_batches", max(round(prompts / size), 1), (*sources, name))
     if prompts % size:
         advice = f"does not divide the {prompts} prompts of a step: {ours}.mini_batches is rounded"
         yield Decision(name, size, advice)
@@ -320,9 +312,8 @@ def _micro_batches(options: ForeignOptions) -> Found:
         yield from hold_longest(name, options.take(source, USUAL_TOKENS) * cp, longest, sources)
     elif per_gpu := options.take(f"{ACTOR}.ppo_micro_batch_size_per_gpu", 0):
         # So many sequences of the greatest length are rare, and no result depends on the bound.
-        if isinstance(per_gpu, int):
-            per_gpu = max(min(per_gpu * longest, USUAL_TOKENS), longest)
-        yield RecipeLine(name, per_gpu, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
+        tokens = max(min(per_gpu * longest, USUAL_TOKENS), longest)
+        yield RecipeLine(name, tokens, (f"{ACTOR}.ppo_micro_batch_size_per_gpu",))
     else:
         yield RecipeLine(name, longest)
         advice = f"{name} is a single sequence of the greatest length: raise it by `mcore-rl plan`"
@@ -350,7 +341,7 @@ def translate_engines(options: ForeignOptions) -> Found:
             yield RecipeLine("rollout.attention_dp", dp, (replicas,))
         if sizes[ours] > 1:
             yield RecipeLine(f"rollout.{ours}", sizes[ours], sources)
-    yield from _placement(options, sizes["tp"] * sizes["pp"])
+    yield from translate_placement(options, sizes["tp"] * sizes["pp"])
     share = options.take(f"{ROLLOUT}.gpu_memory_utilization", 0.5)
     yield Decision(
         f"{ROLLOUT}.gpu_memory_utilization",
@@ -370,38 +361,6 @@ def translate_engines(options: ForeignOptions) -> Found:
         yield RecipeLine(f"rollout.sglang.{name}", value, (f"{engine}{name}",))
 
 
-def _placement(options: ForeignOptions, ranks: int) -> Found:
-    nodes = take_shared(options, "trainer.nnodes")
-    gpus = take_shared(options, "trainer.n_gpus_per_node")
-    apart = options.take(f"{ROLLOUT}.nnodes", 0)
-    if apart:
-        per_node = options.take(f"{ROLLOUT}.n_gpus_per_node", gpus)
-        sources = (f"{ROLLOUT}.nnodes", f"{ROLLOUT}.n_gpus_per_node")
-        yield RecipeLine("rollout.engines", max(apart * per_node // ranks, 1), sources)
-        if options.take(ASYNCHRONOUS, "sync") != "separate_async":
-            advice = "rollout.mode is sync, one_step_off or async here (docs/async.md)"
-            yield Decision(f"{ROLLOUT}.nnodes", apart, advice)
-        yield from _several_nodes(nodes + apart)
-        return
-    sources = ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size")
-    yield RecipeLine("rollout.engines", max(nodes * gpus // ranks, 1), sources)
-    if take_shared(options, "actor_rollout_ref.hybrid_engine"):
-        yield RecipeLine("cluster.colocated", True, ("actor_rollout_ref.hybrid_engine",))
-        # A recipe with engines on the trainer's GPUs has to have these.
-        yield RecipeLine("rollout.stage_weights", False)
-        yield RecipeLine("rollout.restarts", 0)
-    yield from _several_nodes(nodes)
-
-
-def _several_nodes(nodes: int) -> Found:
-    if nodes > 1:
-        advice = (
-            "`mcore-rl submit` finds it from the ranks of the recipe (docs/launch.md); on a Ray"
-        )
-        advice += " of your own set cluster.address and cluster.num_nodes"
-        yield Decision("trainer.nnodes", nodes, advice)
-
-
 def translate_sampling(options: ForeignOptions) -> Found:
     samples = options.take(f"{ROLLOUT}.n", 1)
     yield RecipeLine("rollout.samples_per_prompt", samples, (f"{ROLLOUT}.n",))
@@ -418,31 +377,6 @@ def translate_sampling(options: ForeignOptions) -> Found:
     if over:
         advice = "rollout.mode=async goes on without waiting for the last responses"
         yield Decision(f"{ROLLOUT}.over_sample_rate", over, advice)
-
-
-def translate_mode(options: ForeignOptions) -> Found:
-    """Yield whether engines wait for the trainer, and how old samples may be."""
-    mode = options.take(ASYNCHRONOUS, "sync")
-    if mode == "sync":
-        return
-    if mode != "separate_async" or not options.take(f"{ROLLOUT}.nnodes", 0):
-        advice = "engines on the trainer's GPUs take turns with it: rollout.mode is sync"
-        yield Decision(ASYNCHRONOUS, mode, advice)
-        return
-    yield RecipeLine("rollout.mode", "async", (ASYNCHRONOUS,))
-    yield RecipeLine("rollout.partial", "continue", (ASYNCHRONOUS,))
-    oldest = "trainer.v1.sampler.max_off_policy_threshold"
-    strategy = "trainer.v1.sampler.max_off_policy_strategy"
-    if oldest in options.given and options.given[oldest] is None:
-        yield RecipeLine("rollout.stale", "correct", (oldest,))
-    else:
-        # verl counts the versions that a sample spans, the newest included.
-        versions = options.take(oldest, 8)
-        yield RecipeLine("rollout.max_staleness", max(versions - 1, 1), (oldest,))
-        yield RecipeLine("rollout.stale", options.take(strategy, "drop"), (strategy,))
-    lends = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
-    if options.take(lends, False):
-        yield Decision(lends, True, "GPUs of the trainer are lent to no engines")
 
 
 def _evaluation(options: ForeignOptions) -> Found:

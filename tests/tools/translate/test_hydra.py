@@ -31,6 +31,7 @@ def test_the_rest_of_a_command_line_is_passed_over() -> None:
     assert read_options(line).given == {"a": "b"}
     assert read_options(line).config_name == "ppo_megatron_trainer"
     assert read_options(["--config-name", "ppo_trainer", "a=b"]).config_name == "ppo_trainer"
+    assert read_options(["main_ppo_split.py", own, "a=b"]).given == {"a": "b"}
     launched = ["run", "--frozen", "--extra", "sglang", "python3", "-m", "verl.trainer.main_ppo"]
     assert read_options([*launched, "a=b"]).given == {"a": "b"}
 
@@ -109,3 +110,17 @@ def test_a_tree_keeps_what_is_to_be_computed(tmp_path: Path) -> None:
 def test_nested_options_get_dotted_names() -> None:
     assert flatten({"a": {"b": {"c": 1}, "d": {}}}) == {"a.b.c": 1, "a.d": {}}
     assert parse_overrides(["a={b: {c: 1}}"]) == {"a.b.c": 1}
+
+
+def test_a_configuration_is_looked_up_beside_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "recipe" / "dapo" / "config"
+    folder.mkdir(parents=True)
+    (folder / "turns.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {seed: 3}\n")
+    line = ["-m", "recipe.dapo.main_dapo", "--config-path=config", "--config-name=turns"]
+    monkeypatch.chdir(tmp_path)
+    assert read_options(line).given == {"data.seed": 3}
+    monkeypatch.chdir(folder)
+    with pytest.raises(ValueError, match=r"no config/turns.yaml nor recipe/dapo/config/turns.yaml"):
+        read_options(line)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import pytest
+
 from mcore_rl.tools.translate.translation import (
     AS_HERE,
     IS_OFF,
@@ -56,3 +58,18 @@ def test_a_line_may_need_another() -> None:
     ]
     translation = account(ForeignOptions({}, False), iter(lines), {}.get)
     assert len(values(translation)) == 2 and not translation.decisions
+
+
+@pytest.mark.parametrize(
+    ("value", "default", "message"),
+    [
+        ("", 1, "n='' is not a number; if the script takes it from a variable, set that"),
+        ("None", 0.5, "n='None' is not a number"),
+        ("", False, "n='' is not true or false"),
+    ],
+)
+def test_a_text_in_the_place_of_a_number_is_named(value: str, default: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ForeignOptions({"n": value}, False).take("n", default)
+    assert ForeignOptions({"n": None}, False).take("n", default) == default
+    assert ForeignOptions({"n": value}, False).take("n", None) == value

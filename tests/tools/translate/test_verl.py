@@ -25,7 +25,11 @@ from tests.tools.translate.verl_options import (
 def check_all_accounted_for(defaults: Mapping[str, Any]) -> None:
     lost, unknown = [], []
     for name, default in defaults.items():
-        translation = translate_verl(ForeignOptions({name: changed(default)}, is_whole=False))
+        try:
+            translation = translate_verl(ForeignOptions({name: changed(default)}, is_whole=False))
+        except ValueError as error:  # a text in the place of a number that is null
+            assert default is None and str(error).startswith(f"{name}=")
+            continue
         if name not in told(translation) and changed(default) is not False:
             lost.append(name)
         unknown += [d.source for d in translation.decisions if "no counterpart" in d.advice]

@@ -15,7 +15,7 @@ from mcore_rl.tools.translate.verl_algorithm import (
     ESTIMATORS,
     LOSSES,
 )
-from mcore_rl.tools.translate.verl_training import ACTOR
+from mcore_rl.tools.translate.verl_shared import ACTOR
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.verl_options import translate
 

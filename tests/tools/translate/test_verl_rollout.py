@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from mcore_rl.tools.translate.verl_training import ROLLOUT, TURNS
+from mcore_rl.tools.translate.verl_shared import ROLLOUT
+from mcore_rl.tools.translate.verl_training import TURNS
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.verl_options import translate
 

@@ -6,7 +6,7 @@ import pytest
 
 from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
-from mcore_rl.tools.translate.verl_training import ACTOR, MODEL, home_of, is_megatron
+from mcore_rl.tools.translate.verl_shared import ACTOR, MODEL, home_of, is_megatron
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.verl_options import translate
 

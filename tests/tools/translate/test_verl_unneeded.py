@@ -16,8 +16,13 @@ OF_OTHER_VERSIONS = {
     "data.datagen.name",
     "data.sampler.class_name",
     "trainer.use_legacy_worker_impl",
+    "async_training.checkpoint_engine",
+    "async_training.compute_prox_log_prob",
+    "async_training.concurrent_samples_per_replica",
+    "async_training.dynamic_schedule_",
+    "rollout.n",
 }
-"""They belong to verl before or after 0.9, or to its recipes."""
+"""They belong to verl before or after 0.9, to its recipes, or to programs that sample ahead."""
 
 
 def test_the_longest_name_decides() -> None:
