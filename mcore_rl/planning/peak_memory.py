@@ -58,6 +58,9 @@ UNROUNDED = "weights before rounding"
 STATE = ("weights", "gradients", "optimizer")
 KEPT = ("sync buffers", "sync communicators", "CUDA graphs")
 """Purposes of memory that a process keeps as long as it runs."""
+RELEASED = ("KV cache", "linear attention")
+"""Purposes of memory that an engine has given up while it gets weights (memory_pool.py of SGLang,
+the regions of its memory saver)."""
 
 
 def find_peaks(
@@ -115,7 +118,7 @@ def _list_moments(
         "weight sync": {
             **idle,
             **_select(own, "trainer's", ("weights",)),
-            **_drop(served, "engine's KV cache"),
+            **_drop(served, "engine's", RELEASED),
         },
         "generation": {**idle, **served},
         "scoring": {
@@ -132,5 +135,6 @@ def _select(uses: Uses, owner: str, names: Iterable[str]) -> Uses:
     return {what: size for what, size in uses.items() if what in wanted}
 
 
-def _drop(uses: Uses, name: str) -> Uses:
-    return {what: size for what, size in uses.items() if what != name}
+def _drop(uses: Uses, owner: str, names: Iterable[str]) -> Uses:
+    unwanted = {f"{owner} {name}" for name in names}
+    return {what: size for what, size in uses.items() if what not in unwanted}

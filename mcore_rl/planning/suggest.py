@@ -5,12 +5,13 @@ from itertools import product
 from math import ceil, log2
 from typing import Any
 
-from mcore_rl.config import ParallelConfig, PlanConfig, RolloutConfig
+from mcore_rl.config import ParallelConfig, PlanConfig
 from mcore_rl.config.tree import Settings, value_of
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.resident_memory import SyncMemory
+from mcore_rl.weights.hf.config import linear_layers
 
 GIB = 2**30
 GROWTH = (1, 2, 4, 8)
@@ -18,7 +19,7 @@ GROWTH = (1, 2, 4, 8)
 FARTHEST = 3.0
 """Largest distance from the recipe that is tried, in doublings, halvings and steps of recompute."""
 SMALLER_BATCH = 0.5
-"""Distance of half a micro-batch, which changes the speed alone."""
+"""Distance of half a micro-batch, or half the requests at once, which change the speed alone."""
 
 
 def list_recomputes(now: str) -> tuple[str, str, str]:
@@ -52,28 +53,49 @@ def suggest_settings(run: PlannedRun, replan: Replan, longest_len: int) -> Setti
     """
     settings: dict[str, Any] = {}
     sync = SyncMemory.count(run)  # other layouts' links take about as much
-    sides: list[Side] = [
-        rank.side for rank in find_too_large(run.plan, predict_memory(run, sync=sync))
-    ]
-    for side in dict.fromkeys(sides):
-        if side == "engine":
-            candidates = _list_engine_candidates(run.rollout)
-        else:
-            candidates = _list_trained_candidates(run, side, longest_len)
-        for candidate in candidates:
-            changes = _select_changes(run, candidate)
+    large = find_too_large(run.plan, predict_memory(run, sync=sync))
+    parts = set()
+    while large:
+        part = large[0].side, _is_engines(large[0])
+        if part in parts:
+            return None
+        parts.add(part)
+        for candidate in _list_candidates(run, *part, longest_len):
+            changes = {**settings, **_select_changes(run, candidate)}
             try:
-                planned = replan({**settings, **changes})
-                large = find_too_large(run.plan, predict_memory(planned, side, sync))
-                large = large or find_too_large(run.plan, predict_memory(planned, side))
+                planned = replan(changes)
+                left = _find_left(planned, part, sync) or _find_left(planned, part)
             except ValueError:
                 continue
-            if not large:
-                settings |= changes
+            if not left:
+                settings = changes
+                large = find_too_large(run.plan, predict_memory(planned))
                 break
         else:
             return None
     return settings
+
+
+def _is_engines(rank: RankMemory) -> bool:
+    """Return whether an engine takes most of ranks, on GPUs that it may share with the trainer."""
+    return rank.side == "engine" or rank.largest.startswith("engine's")
+
+
+def _find_left(
+    run: PlannedRun, part: tuple[Side, bool], sync: SyncMemory | None = None
+) -> list[RankMemory]:
+    """Return the ranks of a side that are too large; of an engine's part, those by the engine."""
+    side, is_engines = part
+    large = find_too_large(run.plan, predict_memory(run, side, sync))
+    return [rank for rank in large if not is_engines or _is_engines(rank)]
+
+
+def _list_candidates(
+    run: PlannedRun, side: Side, is_engines: bool, longest_len: int
+) -> Iterator[Settings]:
+    if is_engines:
+        return _list_engine_candidates(run)
+    return _list_trained_candidates(run, side, longest_len)
 
 
 def _sort_by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Settings]:
@@ -81,11 +103,20 @@ def _sort_by_distance(candidates: list[tuple[float, Settings]]) -> Iterator[Sett
     return (settings for distance, settings in candidates if distance <= FARTHEST)
 
 
-def _list_engine_candidates(rollout: RolloutConfig) -> Iterator[Settings]:
-    """Yield wider engines and less KV cache, with as many ranks in all or a multiple of them."""
+def _list_engine_candidates(run: PlannedRun) -> Iterator[Settings]:
+    """Yield wider engines, less KV cache and fewer requests at once, with as many ranks in all or a
+    multiple of them.
+
+    Fewer requests take less where layers with linear attention keep states for each.
+    """
+    rollout = run.rollout
+    is_linear = any(linear_layers(run.models.policy.config))
+    fewer_requests = (1, 2, 4, 8, 16, 32) if is_linear else (1,)
     for growth in GROWTH:
         candidates = []
-        for wider, smaller, stages in product((1, 2, 4, 8, 16), (1, 2, 4), (True, False)):
+        for wider, smaller, fewer, stages in product(
+            (1, 2, 4, 8, 16), (1, 2, 4), fewer_requests, (True, False)
+        ):
             if rollout.engines * growth % wider or (stages and not rollout.stage_weights):
                 continue
             settings = {
@@ -93,10 +124,11 @@ def _list_engine_candidates(rollout: RolloutConfig) -> Iterator[Settings]:
                 "rollout.tp": rollout.tp * wider,
                 "rollout.ep": rollout.ep * wider if rollout.ep > 1 else 1,
                 "rollout.kv_cache_len": rollout.kv_cache_len // smaller,
+                "rollout.max_concurrency": max(rollout.max_concurrency // fewer, 1),
                 "rollout.stage_weights": stages,
             }
             distance = log2(wider) + log2(smaller) + (stages != rollout.stage_weights)
-            candidates.append((distance, settings))
+            candidates.append((distance + SMALLER_BATCH * log2(fewer), settings))
         yield from _sort_by_distance(candidates)
 
 

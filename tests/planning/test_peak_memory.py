@@ -30,6 +30,8 @@ def moment_of(offload: bool, engine: Uses = ENGINE, **more: object) -> tuple[str
         (False, ENGINE, ("generation", 60 + 1 + 61, 2)),
         (True, ENGINE | {"KV cache": 60}, ("generation", 1 + 71, 2)),
         (True, {"weights": 60, "KV cache": 0}, ("weight sync", 10 + 1 + 60, 2)),
+        (True, {"weights": 50, "linear attention": 20}, ("generation", 1 + 70, 2)),
+        (True, {"weights": 62, "linear attention": 8}, ("weight sync", 10 + 1 + 62, 2)),
     ],
 )
 def test_the_fullest_moment_counts_what_nobody_has_released(

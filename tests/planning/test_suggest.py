@@ -55,6 +55,30 @@ def test_half_a_micro_batch_comes_before_another_layout_if_it_holds_the_longest_
     assert (suggested.keys() == {option}) == (option in suggested) == is_halved
 
 
+@pytest.mark.parametrize(
+    ("recipe", "given", "options"),
+    [
+        (
+            "qwen3_next_80b_a3b_grpo_64",
+            ["rollout.max_concurrency=2048"],
+            {"rollout.max_concurrency"},
+        ),
+        (QWEN, ["rollout.tp=1", "rollout.ep=1"], {"rollout.engines", "rollout.tp"}),
+    ],
+)
+def test_an_engine_on_the_trainers_gpus_takes_less_if_it_takes_most(
+    recipe: str, given: list[str], options: set[str]
+) -> None:
+    shared = ["cluster.colocated=true", "cluster.offload=true", "rollout.restarts=0"]
+    shared += ["rollout.stage_weights=false", "rollout.engines=4", "rollout.mode=sync"]
+    config = load_recipe(recipe, [*shared, *given])
+    verdict = judge_recipe(config)
+    worst = max(find_too_large(config.plan, verdict.ranks), key=lambda rank: rank.num_bytes)
+    assert worst.side == "trainer" and worst.largest.startswith("engine's")
+    assert verdict.suggested is not None and verdict.suggested.keys() == options
+    assert _fits(config, dict(verdict.suggested))
+
+
 def _fits(config: Config, settings: dict[str, Any]) -> bool:
     try:
         changed = with_settings(config, settings)
