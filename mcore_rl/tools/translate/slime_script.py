@@ -155,10 +155,24 @@ class Script:
             words = words[1:]
         if words and words[0] in ("source", ".") and len(words) > 1:
             self._source(words[1], path, in_branch)
+        self._refuse_options(words, path)
         starts = [i for i, word in enumerate(words) if _is_program(word)]
         if starts:
             command = takewhile(lambda w: not SHELL_GOES_ON.fullmatch(w), words[starts[0] :])
             self.commands.append([token for word in command for token in self._expand(word)])
+
+    def _refuse_options(self, words: list[str], path: Path) -> None:
+        """Raise ValueError for options where a command begins: the command before would lose them.
+
+        bash runs such a line as a command of its own, after slime has ended.
+        """
+        whole = WHOLE_ARRAY.fullmatch(words[0]) if words else None
+        items = self.arrays.get(whole[1], []) if whole else words
+        if self.commands and items and items[0].startswith("--"):
+            raise ValueError(
+                f"{path}: {words[0]} begins a command of its own, and slime does not get its"
+                " options: the line before it lacks a \\ at its end"
+            )
 
     def _expand(self, word: str) -> list[str]:
         whole = WHOLE_ARRAY.fullmatch(word)

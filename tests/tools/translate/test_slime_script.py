@@ -115,3 +115,14 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str | None, message:
         file.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_slime([str(file)])
+
+
+@pytest.mark.parametrize("line", ["${ROLLOUT_ARGS[@]}", '"${ROLLOUT_ARGS[@]}"', "--lr 2e-6"])
+def test_options_that_a_missing_backslash_cuts_off_are_told(script: str, line: str) -> None:
+    Path(script).write_text(f"{RUN}{line} --seed 3\n")
+    with pytest.raises(
+        ValueError, match=r"run.sh: .* begins a command of its own, .* lacks a \\ at"
+    ):
+        read_slime([script])
+    Path(script).write_text(f"{RUN}LAUNCH=(echo done)\n${{LAUNCH[@]}} --seed 3\n")
+    assert "--seed" not in read_slime([script]).given
