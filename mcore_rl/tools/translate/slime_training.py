@@ -47,12 +47,26 @@ def translate_model(options: ForeignOptions) -> Found:
     path = options.take("--hf-checkpoint", "")
     yield RecipeLine("model.path", str(path).rstrip("/"), ("--hf-checkpoint",))
     yield RecipeLine("model.dtype", "bfloat16")
+    yield from _engines_precision(str(path).rstrip("/"))
     if options.take("--fp16", False):
         yield Decision("--fp16", True, "model.dtype is bfloat16 or float32")
     loaded = options.take("--load", None)
     if loaded is not None and loaded != options.take("--save", None):
         advice = "a run continues from its own folder, and begins with model.path in HuggingFace's"
         yield Decision("--load", loaded, f"{advice} format: convert the checkpoint")
+
+
+def _engines_precision(path: str) -> Found:
+    """Yield FP8 or a decision if `path`, which slime's engines serve as it is, is quantized."""
+    name = path.rpartition("/")[2].lower()
+    if "fp8" in name:
+        yield RecipeLine("rollout.quantization", "fp8", ("--hf-checkpoint",))
+        advice = "engines serve this in FP8 there, by rollout.quantization here: set model.path to"
+        yield Decision("--hf-checkpoint", path, f"{advice} the model in bfloat16")
+    elif "int4" in name:
+        advice = "engines serve this in INT4 there, and bfloat16 or FP8 here, which take more"
+        advice += " memory: set rollout.quantization, rollout.tp and rollout.engines"
+        yield Decision("--hf-checkpoint", path, advice)
 
 
 def trainer_ranks(options: ForeignOptions) -> int:

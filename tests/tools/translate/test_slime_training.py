@@ -93,3 +93,20 @@ def test_muon_has_its_options() -> None:
     found = of(optimizer="muon", muon_momentum=0.9)
     assert found["train.optimizer.name"] == "muon"
     assert found["train.optimizer.megatron.muon_momentum"] == 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "is_told"),
+    [
+        ("M-FP8", "fp8", True),
+        ("m-fp8/", "fp8", True),
+        ("M-INT4", None, True),
+        ("fp8/M", None, False),
+    ],
+)
+def test_engines_serve_what_the_checkpoints_name_says(
+    name: str, quantization: str | None, is_told: bool
+) -> None:
+    translation = slime(hf_checkpoint=f"/models/{name}")
+    assert values(translation).get("rollout.quantization") == quantization
+    assert ("--hf-checkpoint" in decided(translation)) == is_told
