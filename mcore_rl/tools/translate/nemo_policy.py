@@ -144,10 +144,14 @@ def translate_training(options: ForeignOptions) -> Found:
             yield Decision("policy.dtensor_cfg.cpu_offload", True, advice)
         return
     yield from _recompute(options)
-    if options.take(f"{MEGATRON}.freeze_moe_router", False):
+    is_frozen = options.take(f"{MEGATRON}.freeze_moe_router", False)
+    if is_frozen:
         yield RecipeLine("train.freeze_router", True, (f"{MEGATRON}.freeze_moe_router",))
     rate = f"{MEGATRON}.moe_router_bias_update_rate"
-    if options.take(rate, 0.0):
+    if options.take(rate, 0.0) and is_frozen:
+        advice = "train.freeze_router keeps the router's bias, too: set one of them"
+        yield Decision(rate, options.given[rate], advice)
+    elif options.take(rate, 0.0):
         yield RecipeLine("train.router_bias_rate", options.given[rate], (rate,))
     kind = options.take(f"{MEGATRON}.moe_router_load_balancing_type", "none")
     if kind != "none":
@@ -294,15 +298,16 @@ def translate_engines(options: ForeignOptions) -> Found:
         ours: f"{GENERATION}.{theirs}" for ours, theirs in ENGINE_SIZES.get(backend, {}).items()
     }
     sizes = {ours: options.take(theirs, 1) for ours, theirs in table.items()}
+    sources = {ours: (theirs,) for ours, theirs in table.items()}
+    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    if ep > tp and ep % tp == 0 and "attention_dp" not in table:
+        # Replicas of attention share the experts; an engine here counts them among its ranks.
+        sizes |= {"tp": ep, "attention_dp": ep // tp}
+        sources |= dict.fromkeys(("tp", "attention_dp"), (table["tp"], table["ep"]))
     for ours, size in sizes.items():
         if size > 1:
-            yield RecipeLine(f"rollout.{ours}", size, (table[ours],))
-    ranks = max(sizes.get("tp", 1), sizes.get("ep", 1)) * sizes.get("pp", 1)
-    if sizes.get("ep", 1) > sizes.get("tp", 1):
-        # Engines here have no more expert-parallel than tensor-parallel ranks.
-        advice = f"its ranks share the experts only: set rollout.tp={sizes['ep']} and"
-        advice += f" rollout.attention_dp={sizes['ep'] // sizes['tp']}"
-        yield Decision(table["ep"], sizes["ep"], advice)
+            yield RecipeLine(f"rollout.{ours}", size, sources[ours])
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1)
     yield from _placement(options, ranks, tuple(table.values()))
     advice = "set rollout.kv_cache_len, in tokens per engine, by what `mcore-rl plan` says is free"
     share = SHARES.get(backend, SHARES["vllm"])

@@ -196,7 +196,7 @@ def translate_run(options: ForeignOptions) -> Found:
     yield RecipeLine("run.dir", folder, ("checkpointing.checkpoint_dir",))
     steps = options.take(f"{loop}.max_num_steps", 1_000_000)
     epochs = options.take(f"{loop}.max_num_epochs", 1)
-    if steps < NO_END:
+    if steps < NO_END or epochs <= 0:  # no number of epochs ends the run
         yield RecipeLine("run.steps", steps, (f"{loop}.max_num_steps",))
     else:
         sources = (f"{loop}.max_num_epochs", f"{loop}.max_num_steps")

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from mcore_rl.config import RolloutConfig
 from mcore_rl.tools.translate.hydra import read_options
 from mcore_rl.tools.translate.nemo_rl import read_nemo_rl, translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
@@ -63,6 +64,7 @@ def complete(translation: Translation) -> Translation:
         for name, value in PLAIN_ADAM.items()
         if f"{ADAM}.{name}" not in keys
     ]
+    kept += _hold_longest(translation.lines)
     advice = "hosts of eight H100 with 80 GiB each are assumed; `mcore-rl plan cluster=h200` plans"
     further = [Decision("kind of GPU", None, f"{advice} for others, which recipes/cluster/ has")]
     if (refusal := translation.explain_refusal()) is not None:
@@ -72,6 +74,16 @@ def complete(translation: Translation) -> Translation:
         lines=(*translation.lines, *kept),
         decisions=(*further, *translation.decisions),
     )
+
+
+def _hold_longest(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
+    """Return the KV cache that holds the longest sequence, where the default does not."""
+    values = {line.key: line.value for line in lines}
+    lens = [values.get(key, 0) for key in ("data.max_prompt_len", "rollout.max_response_len")]
+    key = "rollout.kv_cache_len"
+    if key in values or sum(lens) <= RolloutConfig().kv_cache_len:
+        return []
+    return [RecipeLine(key, sum(lens))]
 
 
 def _keep_optimizer_on_gpus(translation: Translation) -> Translation:

@@ -26,6 +26,15 @@ def test_engines_of_each_kind_share_the_trainers_gpus(backend: str) -> None:
     assert SHARES[backend] in decided(translation)
 
 
+@pytest.mark.parametrize("backend", ["vllm", "megatron"])
+def test_replicas_of_attention_share_the_experts_of_an_engine(backend: str) -> None:
+    tp, ep = (ENGINE_SIZES[backend][name].replace(".", "__") for name in ("tp", "ep"))
+    given = {f"{G}__backend": backend, f"{G}__{tp}": 2, f"{G}__{ep}": 8}
+    found = of(**CLUSTER, **given)
+    assert found["rollout.tp"] == found["rollout.ep"] == 8
+    assert found["rollout.attention_dp"] == 4 and found["rollout.engines"] == 2
+
+
 def test_engines_with_gpus_of_their_own() -> None:
     apart = {f"{G}__colocated__enabled": False, f"{G}__colocated__resources__num_nodes": 1}
     found = of(**CLUSTER, **apart, **{f"{G}__vllm_cfg__tensor_parallel_size": 2})

@@ -102,3 +102,11 @@ def test_adapters_variables_and_other_models_are_left_to_the_user() -> None:
         option = f"{MEGATRON}__{name}"
         assert option.replace("__", ".") in decided(nemo(**{option: 1}))
     assert "policy.tokenizer.name" in decided(nemo(policy__tokenizer__name="other"))
+
+
+def test_a_frozen_router_learns_no_balance() -> None:
+    rate = f"{MEGATRON}__moe_router_bias_update_rate"
+    assert of(**{rate: 0.001})["train.router_bias_rate"] == 0.001
+    frozen = nemo(**{rate: 0.001, f"{MEGATRON}__freeze_moe_router": True})
+    assert values(frozen)["train.freeze_router"] and "train.router_bias_rate" not in values(frozen)
+    assert rate.replace("__", ".") in decided(frozen)

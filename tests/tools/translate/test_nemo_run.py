@@ -50,6 +50,8 @@ def test_a_run_ends_with_its_steps_or_its_epochs() -> None:
     assert of(grpo__max_num_steps=500)["run.steps"] == 500
     endless = nemo(grpo__max_num_steps=NO_END)
     assert "run.steps" not in values(endless) and values(endless)["run.epochs"] == 1.0
+    of_no_epoch = of(grpo__max_num_steps=NO_END, grpo__max_num_epochs=-1)
+    assert of_no_epoch["run.steps"] == NO_END and "run.epochs" not in of_no_epoch
 
 
 def test_the_folder_saves_and_trackers() -> None:

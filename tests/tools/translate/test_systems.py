@@ -55,6 +55,14 @@ def test_a_micro_batch_holds_the_longest_sequence(name: str) -> None:
     assert told.value == 2000 and "has to hold the longest sequence" in told.advice
 
 
+@pytest.mark.parametrize(("prompt", "cache_len"), [(1024, None), (100_000, 103_072)])
+def test_an_engines_cache_holds_the_longest_sequence(prompt: int, cache_len: int | None) -> None:
+    system = SYSTEMS["slime"]
+    lens = ["--rollout-max-prompt-len", str(prompt), "--rollout-max-response-len", "3072"]
+    translation = complete(system.translate(system.read(lens)))
+    assert values(translation).get("rollout.kv_cache_len") == cache_len
+
+
 def test_micro_batches_of_so_many_sequences_have_room_for_the_longest() -> None:
     system = SYSTEMS["slime"]
     given = ["--rollout-max-response-len", "3072", "--rollout-max-prompt-len", "1024"]
