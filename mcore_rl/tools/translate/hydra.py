@@ -80,7 +80,8 @@ def _split_program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     ]
     if not modules:
         files = [place for place, word in enumerate(words) if word.endswith(".py")]
-        return "", words[files[-1] + 1 :] if files else words
+        rest = words[files[-1] + 1 :] if files else words
+        return "", rest or words  # A program alone is refused, as any word that sets nothing.
     program = words[modules[-1] + 1]
     for part, instead in OTHER_PROGRAMS.items():
         if part in program.rsplit(".", 1)[-1]:

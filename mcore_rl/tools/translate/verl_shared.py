@@ -47,6 +47,13 @@ def is_one_step_off(options: ForeignOptions) -> bool:
     return options.config_name.startswith("one_step_off")
 
 
+def is_colocated(options: ForeignOptions) -> bool:
+    """Return whether engines run on the trainer's GPUs."""
+    ahead = is_fully_async(options) or is_one_step_off(options)
+    apart = options.take(f"{ROLLOUT}.nnodes", 0)
+    return take_shared(options, "actor_rollout_ref.hybrid_engine") and not ahead and not apart
+
+
 def take_prompts(options: ForeignOptions) -> tuple[int, tuple[str, ...]]:
     """Return the prompts of a step, from one weight sync to the next, and the options that say so.
 

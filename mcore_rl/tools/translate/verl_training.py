@@ -20,6 +20,7 @@ from mcore_rl.tools.translate.verl_shared import (
     MODEL,
     ROLLOUT,
     home_of,
+    is_colocated,
     is_megatron,
     take_prompts,
     take_shared,
@@ -88,8 +89,11 @@ def translate_layout(options: ForeignOptions) -> Found:
     group = "megatron" if is_megatron(options) else "fsdp_config"
     offloads = [f"{ACTOR}.{group}.{name}" for name in OFFLOADS]
     offloaded = tuple([name for name in offloads if options.take(name, False)])
-    if offloaded:
+    if offloaded and is_colocated(options):
         yield RecipeLine("cluster.offload", True, offloaded)
+    elif offloaded:
+        advice = "the trainer's memory is freed for engines on its GPUs only: cluster.colocated"
+        yield Decision(", ".join(offloaded), True, advice)
     if is_megatron(options):
         yield from _megatron_overrides(options, f"{ACTOR}.megatron", "train")
     elif options.take(f"{MODEL}.enable_gradient_checkpointing", True):

@@ -83,6 +83,7 @@ def test_a_configuration_that_is_not_there_is_not_passed_over(tmp_path: Path) ->
         ("--own-flag", "--own-flag: neither a YAML file nor an override"),
         ("run_qwen3.sh", r"run_qwen3.sh: .* is not read, but run .*; bash run_qwen3.sh"),
         ("words", "words: neither a YAML file nor an override"),
+        ("main_ppo.py", "main_ppo.py: neither a YAML file nor an override"),
     ],
 )
 def test_what_cannot_be_read_is_named(argument: str, message: str) -> None:

@@ -89,3 +89,13 @@ def test_the_program_says_which_configuration_is_its_own() -> None:
     assert read_options(["-m", "verl.trainer.main_ppo", "a=b"]).config_name == ""
     by_default = translate_verl(read_options(["-m", program, "data.train_batch_size=0"]))
     assert values(by_default)["rollout.prompts_per_step"] == 256 * 4
+
+
+@pytest.mark.parametrize("config", sorted(OWN_CONFIGS))
+def test_memory_is_freed_for_engines_on_the_trainers_gpus_only(config: str) -> None:
+    group = "megatron" if "megatron" in config else "fsdp_config"
+    name = f"actor_rollout_ref.actor.{group}.param_offload"
+    translation = ahead(config, **{name: True})
+    is_shared = config.startswith("ppo")
+    assert values(translation).get("cluster.offload", False) == is_shared
+    assert (name in decided(translation)) != is_shared
