@@ -201,6 +201,9 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
         )
     if first_line.startswith("Ambiguous value"):
         first_line += ": lists have brackets, as key=[a,b], texts with commas quotes: key='a,b'"
+    if found := _NO_NUMBER.search(first_line):
+        kind = "a whole number in digits" if found[1] == "Integer" else "a number, as 0.5 or 1e-6"
+        first_line += f": give {kind}"
     if key and key not in leaves():
         names = [override.partition("=")[0].lstrip("+~") for override in overrides]
         under = (name for name in names if name.startswith(f"{key}.") and find_option(name))
@@ -245,6 +248,7 @@ def _explain_missing(error: BaseException, folders: Sequence[Path]) -> str:
     return text
 
 
+_NO_NUMBER = re.compile(r"could not be converted to (Integer|Float)")
 _DELETED = re.compile(r"Could not delete from config. '([^']+)' does not exist")
 _CHOICE = re.compile(r"Could not override '(\w+)'")
 

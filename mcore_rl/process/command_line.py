@@ -54,10 +54,19 @@ def parse_arguments(
     settings = getattr(args, "settings", None)
     unknown = [word for word in left if settings is None or not _is_setting(word)]
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        hint = "" if settings is None else _name_settings(unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if left:
         args.settings = [*(settings or ()), *left]
     return args
+
+
+def _name_settings(words: Sequence[str]) -> str:
+    """Return a hint for options of a recipe that are spelled as those of a command."""
+    names = [word.lstrip("-").partition("=")[0] for word in words if word.startswith("--")]
+    if not names:
+        return ""
+    return f"; options of a recipe have the form key=value: {names[0].replace('-', '_')}=<value>"
 
 
 def _is_setting(word: str) -> bool:

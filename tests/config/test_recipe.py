@@ -42,7 +42,8 @@ def test_overrides_reach_the_tree() -> None:
         (["+extra=1"], r"unknown key 'extra'"),
         (
             ["parallel.tp=two"],
-            r"parallel.tp: Value 'two' of type 'str' could not be converted to Integer",
+            r"parallel.tp: Value 'two' of type 'str' could not be converted to Integer: give a"
+            r" whole number in digits",
         ),
         (["model.dtype=fp8"], r"model.dtype='fp8': expected one of 'float32', 'bfloat16'"),
         (
