@@ -44,6 +44,11 @@ MISTAKES = [
     (["plan", "recipe=flat.yaml"], "run is a group of options, and gets none: indent its"),
     (["train", QWEN, "rollout.mode=asynch"], "rollout.mode='asynch': expected one of 'sync'"),
     (["train", QWEN, "run.steps=ten"], "run.steps: Value 'ten' of type 'str' could not be"),
+    (["plan", QWEN, "rollout.max_response_len=8k"], "to Integer: give a whole number in digits"),
+    (["plan", QWEN, "train.optimizer.lr=low"], "to Float: give a number, as 0.5 or 1e-6"),
+    (["plan", "recipe=recipes/tiny_moe_grpo"], "Did you mean 'tiny_moe_grpo'?"),
+    (["translate", "verl", "main_ppo.py"], "main_ppo.py: neither a YAML file nor an override"),
+    (["translate", "verl", "trainer.nnodes="], "trainer.nnodes='' is not a number"),
     (["train", QWEN, "run.steps", "10"], "'run.steps'; overrides have the form key=value"),
     (["train", QWEN, "data.train=a.jsonl,b.jsonl"], "lists have brackets, as key=[a,b]"),
     (["train", QWEN, "train.mini_batches=7"], "2048 is not divisible by train.mini_batches=7"),
@@ -57,7 +62,11 @@ MISTAKES = [
 """Command lines that need no model and no data, and what is answered."""
 OF_INPUTS = [
     ("data.train=[no.jsonl]", "data.train: data file no.jsonl does not exist"),
-    ("data.train=[table.csv]", "data.train: data file table.csv: expected .parquet or .jsonl"),
+    (
+        "data.train=[table.csv]",
+        "data.train: data file table.csv: expected .parquet or .jsonl; write",
+    ),
+    ("data.train=[several]", "data.train: several/b.jsonl line 1 is not UTF-8: "),
     ("data.train=[empty.jsonl]", "data.train: data file empty.jsonl has no rows"),
     ("data.train=[plain.jsonl]", "data.train: plain.jsonl line 1 is not JSON"),
     ("data.train=[trl.jsonl]", "line 1 lacks `data_source`; it has prompt, solution; data.columns"),
@@ -67,13 +76,14 @@ OF_INPUTS = [
     ("model.path=bin", "only pytorch_model.bin: load and save it with transformers"),
     ("model.path=pointer", "model.safetensors is a pointer of Git LFS and no weights: run `git"),
     ("model.path=cut", "model.safetensors is cut off: it has 1008 bytes"),
+    ("parallel.pp=5", "; set parallel.stage_layers=[10,10,10,9,9]"),
     ("parallel.tp=3", "parallel.tp=3 does not divide num_attention_heads=32"),
     ("rollout.samples_per_prompt=1", "set rollout.samples_per_prompt=2 or more (8 is usual)"),
     ("algorithm.advantage=distillation", "scores token ids, which needs SGLang's own interface"),
     ("reward.path=no.py", "reward.path=no.py: no such file"),
     ("reward.path=brackets.py", "brackets.py line 1 is not Python: '(' was never closed"),
     ("reward.path=needs.py", "needs.py imports no_such_package, which this interpreter lacks"),
-    ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score"),
+    ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score: name one"),
     ("agents.environment=no.py:Game", "which 'no.py:Game' names"),
     ("run.dir=empty.jsonl/a", "empty.jsonl is not a folder; choose another run.dir"),
     ("checkpoint.best_metric=eval/accuracy", "did you mean eval/greedy_accuracy?"),
@@ -89,6 +99,7 @@ BESIDE = {
     "checkpoint.best_metric=eval/accuracy": ["checkpoint.keep_best=2"],
 }
 """Further options that bring a mistake to light."""
+PROMPT = '{"prompt": "a", "data_source": "b", "reward_model": {"ground_truth": "c"}}\n'
 FILES = {
     "tab.yaml": "defaults:\n  - schema\nrun:\n\tsteps: 3\n",
     "flat.yaml": "defaults:\n  - schema\nrun:\nsteps: 3\n",
@@ -97,6 +108,7 @@ FILES = {
     "plain.jsonl": "Ada has 12 coins\n",
     "trl.jsonl": '{"prompt": "Ada has 12 coins", "solution": "12"}\n',
     "broken.parquet": "prompt,answer\n",
+    "several/a.jsonl": PROMPT,
     "brackets.py": "def reward(data_source\n    return 1.0\n",
     "needs.py": "import no_such_package\ndef reward(samples):\n    return 1.0\n",
     "signature.py": "def compute_score(answer, truth):\n    return 1.0\n",
@@ -123,6 +135,7 @@ def write_files(folder: Path, config: Path) -> None:
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "several/b.jsonl").write_text(PROMPT, encoding="utf-16")
     for model in ("bin", "pointer", "cut"):
         shutil.copy(config, folder / model / "config.json")
     write_parquet([{"prompt": "Ada has 12 coins", "solution": "12"}], folder / "trl.parquet")

@@ -182,6 +182,10 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
         yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
 
 
+MOST_FILES = 64
+"""Files of a folder or of a glob whose first row is read before a run starts."""
+
+
 def _list_data(
     named: Mapping[str, Sequence[str]],
     held_out: Sequence[EvalSetConfig],
@@ -202,8 +206,8 @@ def _check_data(option: str, path: str, place: RunPlace, columns: Columns | None
     file = place.look(option, path)
     if file is not None:
         try:
-            first, *_ = data_files([str(file)])
-            check_first_row(Path(first), columns)
+            for name in data_files([str(file)])[:MOST_FILES]:
+                check_first_row(Path(name), columns)
         except ValueError as error:
             raise ValueError(f"{option}: {error}") from None
 

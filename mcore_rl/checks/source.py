@@ -23,7 +23,9 @@ def check_name(option: str, tree: ast.Module, file: Path, name: str) -> None:
     if "*" in defined or name in defined:
         return
     own = [node.name for node in tree.body if isinstance(node, Function | ast.ClassDef)]
-    raise ValueError(f"{option}: {file} has no {name!r}; it has {', '.join(own) or 'none'}")
+    raise ValueError(
+        f"{option}: {file} has no {name!r}; it has {', '.join(own) or 'none'}: name one"
+    )
 
 
 def find_function(tree: ast.Module, name: str) -> Function | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from mcore_rl.config.shipped import describe_making
 
 SUFFIXES = (".parquet", ".jsonl")
+REWRITE = "write its rows to one, as a JSON object on each line of .jsonl (docs/recipes.md#prompts)"
 
 
 def data_files(paths: Sequence[str]) -> list[str]:
@@ -41,7 +42,7 @@ def _files_of(path: str) -> list[str]:
             f"{describe_making(path) or '; `mcore-rl data --help` lists what can be prepared'}"
         )
     if Path(path).suffix not in SUFFIXES:
-        raise ValueError(f"data file {path}: expected .parquet or .jsonl")
+        raise ValueError(f"data file {path}: expected .parquet or .jsonl; {REWRITE}")
     return [path]
 
 

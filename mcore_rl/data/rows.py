@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mcore_rl.data.files import REWRITE
 from mcore_rl.process.disk import PART, report_full_disk
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def load_rows(files: Sequence[str]) -> Iterator[tuple[str, Row]]:
         elif path.suffix == ".jsonl":
             yield from jsonl_rows(path)
         else:
-            raise ValueError(f"data file {name}: expected .parquet or .jsonl")
+            raise ValueError(f"data file {name}: expected .parquet or .jsonl; {REWRITE}")
 
 
 def python_rows(table: "pa.Table", name: str) -> list[Row]:
@@ -73,7 +74,7 @@ def parse_line(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is not UTF-8: {error}") from None
+        raise ValueError(f"{where} is not UTF-8: {error}; save it in UTF-8") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
     if not isinstance(row, dict):
