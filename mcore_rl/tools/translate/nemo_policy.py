@@ -390,8 +390,7 @@ def translate_sampling(options: ForeignOptions) -> Found:
     yield from _dynamic(options, loop)
     turns = options.take(f"{loop}.max_rollout_turns", 1)
     if turns > 1:
-        yield RecipeLine("agents.max_turns", turns, (f"{loop}.max_rollout_turns",))
-        advice = "set agents.environment (docs/agents.md)"
+        advice = "set agents.max_turns together with agents.environment (docs/agents.md)"
         yield Decision(f"{loop}.max_rollout_turns", turns, advice)
 
 

@@ -429,7 +429,10 @@ def translate_turns(options: ForeignOptions) -> Found:
         advice = "an episode has one environment: give the tools to the interaction's class"
         yield Decision(f"{TURNS}.tool_config_path", tools, advice)
     turns = options.take(f"{TURNS}.max_assistant_turns", None)
-    if turns is not None:
+    if turns is not None and tools is None and interaction is None:
+        advice = "set agents.max_turns together with agents.environment"
+        yield Decision(f"{TURNS}.max_assistant_turns", turns, advice)
+    elif turns is not None:
         yield RecipeLine("agents.max_turns", turns, (f"{TURNS}.max_assistant_turns",))
     for name in ("max_user_turns", "max_parallel_calls", "max_tool_response_length"):
         value = options.take(f"{TURNS}.{name}", None)

@@ -71,7 +71,9 @@ def test_tools_and_interactions_are_environments() -> None:
     assert values(both)["agents.environment"] == "verl_interaction"
     assert f"{TURNS}.tool_config_path" in decided(both)
     assert "agents.environment" not in of(**tools)
-    assert f"{TURNS}.enable" in decided(translate(**enabled))
+    alone = translate(**enabled, **{f"{T}__max_assistant_turns": 5})
+    assert {f"{TURNS}.enable", f"{TURNS}.max_assistant_turns"} <= decided(alone)
+    assert alone.explain_refusal() is None
 
 
 def test_functions_as_tools_are_left_to_the_user() -> None:
