@@ -111,7 +111,7 @@ def _list_engine_candidates(run: PlannedRun) -> Iterator[Settings]:
     """
     rollout = run.rollout
     is_linear = any(linear_layers(run.models.policy.config))
-    fewer_requests = (1, 2, 4, 8, 16, 32) if is_linear else (1,)
+    fewer_requests = (1, 4, 16) if is_linear else (1,)
     for growth in GROWTH:
         candidates = []
         for wider, smaller, fewer, stages in product(
