@@ -9,7 +9,7 @@ import pytest
 from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_train import load_hf
 from tests.support.runs import SMALL, Run
-from tests.support.tiny_qwen3_vl import like_qwen3_vl
+from tests.support.tiny_qwen3_vl import like_qwen3_5, like_qwen3_vl
 
 pytestmark = pytest.mark.e2e
 TWO_STEPS = ("run.steps=2", "train.mini_batches=2", "algorithm.kl.coef=0.01")
@@ -74,6 +74,22 @@ def test_engines_and_trainer_agree_with_qwen3_vl(
     start: Start, shapes: Path, tmp_path: Path, experts: bool, layout: tuple[str, ...]
 ) -> None:
     folder = like_qwen3_vl(shapes / "model", tmp_path / "model", experts=experts)
+    check_agreement(start("train", *layout, *TWO_STEPS, f"model.path={folder}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "layout"),
+    [
+        (False, ("parallel.pp=2",)),
+        (True, ("parallel.tp=2", "parallel.ep=2", "train.vision=all")),
+    ],
+    ids=["dense", "experts"],
+)
+def test_engines_and_trainer_agree_with_qwen3_5(
+    start: Start, shapes: Path, tmp_path: Path, experts: bool, layout: tuple[str, ...]
+) -> None:
+    folder = like_qwen3_5(shapes / "model", tmp_path / "model", experts=experts)
     check_agreement(start("train", *layout, *TWO_STEPS, f"model.path={folder}"))
 
 

@@ -95,6 +95,9 @@ def _name_gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
         if model.config.model_type == "qwen3_vl_moe":
             yield name, gradient.transpose(1, 2).contiguous()
             continue
+        if model.config.model_type == "qwen3_5_moe":
+            yield name, gradient
+            continue
         stem, _, kind = name.rpartition(".")
         halves = kind.removesuffix("_proj").split("_")
         for expert, matrix in enumerate(gradient):

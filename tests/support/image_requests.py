@@ -14,7 +14,12 @@ from tests.support.engine_keys import KEYS
 from tests.support.odd_images import make_vision_tokenizer, write_processor
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
-from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
+from tests.support.tiny_qwen3_vl import (
+    write_qwen3_5_model,
+    write_qwen3_5_moe_model,
+    write_qwen3_vl_model,
+    write_qwen3_vl_moe_model,
+)
 from tests.support.tiny_vision import write_vision_model
 
 QWEN3_VL = {"processor_class": "Qwen3VLProcessor", "patch_size": 16}
@@ -26,6 +31,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "qwen3_vl": (write_qwen3_vl_model, QWEN3_VL),
     "qwen3_vl_moe": (write_qwen3_vl_moe_model, QWEN3_VL),
+    "qwen3_5": (write_qwen3_5_model, QWEN3_VL),
+    "qwen3_5_moe": (write_qwen3_5_moe_model, QWEN3_VL),
     "kimi_vl": (write_kimi_vl_model, KIMI_VL_PROCESSOR),
 }
 """Family -> its writer, and settings of its image processor."""
@@ -34,6 +41,8 @@ TOLERANCE = {
     "glm4v_moe": 5e-5,
     "qwen3_vl": 1e-5,
     "qwen3_vl_moe": 1e-5,
+    "qwen3_5": 1e-5,
+    "qwen3_5_moe": 1e-5,
     "kimi_vl": 1e-5,
 }
 """Family -> by how much log-probs in float32 may differ between transformers and SGLang.

@@ -180,6 +180,8 @@ PREFIXES = {
     "Glm4vMoeForConditionalGeneration": BESIDE_TOWER,
     "Qwen3VLForConditionalGeneration": BESIDE_TOWER,
     "Qwen3VLMoeForConditionalGeneration": BESIDE_TOWER,
+    "Qwen3_5ForConditionalGeneration": BESIDE_TOWER,
+    "Qwen3_5MoeForConditionalGeneration": BESIDE_TOWER,
     "KimiVLForConditionalGeneration": {
         "visual.merger.": "multi_modal_projector.",
         "visual.patch_embed.": "vision_tower.patch_embed.",
@@ -188,7 +190,8 @@ PREFIXES = {
     },
 }
 """Architecture -> beginnings of names -> those of its checkpoint; the first that fits counts."""
-STACKING = {"GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"}
+UPRIGHT = "Qwen3_5MoeForConditionalGeneration"
+STACKING = {"GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration", UPRIGHT}
 """Architectures whose HF tensors hold all experts of a layer."""
 MODEL_NAMES = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -269,6 +272,7 @@ OTHER_NAMES = {
     "Qwen2MoeForCausalLM": ONE_SHARED_EXPERT,
     "Qwen3NextForCausalLM": ONE_SHARED_EXPERT,
     "Qwen3_5MoeForCausalLM": ONE_SHARED_EXPERT,
+    UPRIGHT: ONE_SHARED_EXPERT,
 }
 """Architecture -> replacements in HF names, made in this order."""
 
@@ -368,7 +372,8 @@ def _layer_tensors(
         name = key.removeprefix("mlp.experts.experts.")
         for usual, other in STACKED.items():
             name = name.replace(usual, other)
-        yield f"mlp.experts.{name}", tensor.transpose(1, -1)
+        upright = config["architectures"] == [UPRIGHT]
+        yield f"mlp.experts.{name}", tensor if upright else tensor.transpose(1, -1)
     elif key.startswith("mlp.experts.experts."):
         for expert, matrix in enumerate(tensor):
             for name, part in _mlp(key.removeprefix("mlp.experts.experts."), matrix):

@@ -156,7 +156,7 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     }
     with parallel.override(**groups), get_flags().dp.override(enabled=sizes.dp > 1):
         model_config, load_config = ModelConfig.from_server_args(server_args), LoadConfig()
-        adjust_tp_num_heads_if_necessary(model_config.hf_config, parallel.attn_tp_size, True)
+        adjust_tp_num_heads_if_necessary(model_config.hf_text_config, parallel.attn_tp_size, True)
         quantization = _get_quantization_config(model_config, load_config)
         yield _initialize_model(model_config, load_config, quantization)
 

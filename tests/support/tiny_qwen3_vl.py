@@ -1,4 +1,7 @@
-"""Tiny random Qwen3-VL directories, dense and with experts; images as in tiny_vision.py."""
+"""Tiny random Qwen3-VL and Qwen3.5 directories, dense and with experts.
+
+Images are those of tiny_vision.py.
+"""
 
 import json
 import shutil
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.tiny_models import DELTA_NET, SHARED_EXPERT
 from tests.support.tiny_vision import END, PLACEHOLDER, START, VIDEO, VOCAB
 
 TEXT: dict[str, Any] = {
@@ -37,6 +41,20 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [],
 }
+DELTA_TEXT: dict[str, Any] = {
+    **DELTA_NET,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "partial_rotary_factor": 0.5,  # SGLang reads it here, transformers below
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e6,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+NO_FEATURES: dict[str, Any] = {"deepstack_visual_indexes": []}
 VISION: dict[str, Any] = {
     "depth": 4,
     "hidden_size": 32,
@@ -82,19 +100,95 @@ def write_qwen3_vl_moe_model(
     return folder
 
 
+def write_qwen3_5_model(
+    folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
+    """Save a random dense model with gated delta nets and a tower without inner projectors."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    classes = (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    return _write_qwen3_5(folder, seed, *classes, vision, text)
+
+
+def write_qwen3_5_moe_model(
+    folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
+    """Save the same with experts in every layer, stacked as in the published files.
+
+    transformers reads both, but writes each expert by itself.
+    """
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    classes = (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+    _write_qwen3_5(folder, seed, *classes, vision, {**SHARED_EXPERT, **text})
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    singles: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    for name in [name for name in tensors if ".experts." in name]:
+        stem, _, rest = name.partition(".experts.")
+        number, part, _ = rest.split(".")
+        singles.setdefault(stem, {}).setdefault(int(number), {})[part] = tensors.pop(name)
+    for stem, by_number in singles.items():
+        experts = [by_number[number] for number in sorted(by_number)]
+        gate_up = [torch.cat([each["gate_proj"], each["up_proj"]]) for each in experts]
+        tensors[f"{stem}.experts.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{stem}.experts.down_proj"] = torch.stack([each["down_proj"] for each in experts])
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+def _write_qwen3_5(
+    folder: Path,
+    seed: int,
+    config_class: Any,
+    model_class: Any,
+    vision: Mapping[str, Any] | None,
+    text: Mapping[str, Any],
+) -> Path:
+    tower = {**(vision or {}), **NO_FEATURES}
+    _write(folder, seed, config_class, model_class, tower, {**DELTA_TEXT, **text})
+    return _add_what_sglang_needs(folder)
+
+
+def _add_what_sglang_needs(folder: Path) -> Path:
+    """Add the two settings of Qwen3.5 that transformers does not write."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["full_attention_interval"] = 4
+    config["vision_config"] |= NO_FEATURES
+    file.write_text(json.dumps(config))
+    return folder
+
+
 def like_qwen3_vl(source: Path, folder: Path, *, experts: bool) -> Path:
     """Copy a tiny Qwen2.5-VL directory without weights; its config becomes one of Qwen3-VL."""
-    from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
+    stem = "Qwen3VLMoe" if experts else "Qwen3VL"
+    return _turn_config(source, folder, stem, EXPERTS if experts else {}, VISION)
+
+
+def like_qwen3_5(source: Path, folder: Path, *, experts: bool) -> Path:
+    """Do the same with a config of Qwen3.5."""
+    stem = "Qwen3_5Moe" if experts else "Qwen3_5"
+    text = DELTA_TEXT | (SHARED_EXPERT if experts else {})
+    _turn_config(source, folder, stem, text, VISION | NO_FEATURES)
+    return _add_what_sglang_needs(folder)
+
+
+def _turn_config(
+    source: Path, folder: Path, stem: str, text: Mapping[str, Any], vision: Mapping[str, Any]
+) -> Path:
+    """Copy a directory whose config becomes that of the architecture with this stem."""
+    import transformers
 
     shutil.copytree(source, folder)
     old = json.loads((source / "config.json").read_text())
-    text = {"vocab_size": old["text_config"]["vocab_size"], "bos_token_id": None}
-    text |= {"eos_token_id": old["eos_token_id"]} | (EXPERTS if experts else {})
-    config: Any = (Qwen3VLMoeConfig if experts else Qwen3VLConfig)(
-        text_config={**TEXT, **text, "tie_word_embeddings": False},
-        vision_config=VISION,
+    tokens = {"vocab_size": old["text_config"]["vocab_size"], "bos_token_id": None}
+    tokens |= {"eos_token_id": old["eos_token_id"]}
+    config: Any = getattr(transformers, f"{stem}Config")(
+        text_config={**TEXT, **tokens, **text, "tie_word_embeddings": False},
+        vision_config=vision,
         **{key: value for key, value in old.items() if key.endswith("_token_id")},
-        architectures=[f"Qwen3VL{'Moe' if experts else ''}ForConditionalGeneration"],
+        architectures=[f"{stem}ForConditionalGeneration"],
         dtype="float32",
     )
     config.save_pretrained(folder)

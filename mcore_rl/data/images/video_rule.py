@@ -160,6 +160,8 @@ FORMS = {
     "qwen2_5_vl": VideoForm(_whole, True, False, 128 * 28**2, 768 * 28**2),
     "qwen3_vl": QWEN3,
     "qwen3_vl_moe": QWEN3,
+    "qwen3_5": QWEN3,
+    "qwen3_5_moe": QWEN3,
     "glm4v_moe": VideoForm(_stamp_behind, False, True, 112**2, 60_000 * 28**2),
 }
 """model_type -> how it reads videos. Numbers of pixels are those of transformers' classes."""

@@ -48,6 +48,8 @@ TOWERS = {
         "Qwen3VLMoeConfig",
         "Qwen3VLMoeVisionModel",
     ),
+    "Qwen3_5": ("qwen3_5", "Qwen3_5Config", "Qwen3_5VisionModel"),
+    "Qwen3_5Moe": ("qwen3_5_moe", "Qwen3_5MoeConfig", "Qwen3_5MoeVisionModel"),
 }
 """Architecture, as find_stem has it -> transformers' module, its classes of config and tower."""
 

@@ -190,10 +190,10 @@ class MegatronLayout(StagedLayout):
             return [[box] if box else [] for box in cut_rows(entry.shape, rows, parts)]
         if entry.rule.groups or entry.tensor.section:
             return cut_blocks(entry, self._tensors.sizes, parts)
-        if entry.rule.stacked and axis is not None:
-            axis = {ROWS: len(entry.shape) - 1, COLUMNS: 1}[
-                axis
-            ]  # transposed, behind the axis of experts
+        if entry.rule.stacked and axis is not None:  # the first axis is that of experts
+            axes = (1, len(entry.shape) - 1)
+            rows, columns = axes if entry.rule.upright else axes[::-1]
+            axis = rows if axis == ROWS else columns
         axis = len(entry.shape) - 1 if axis == COLUMNS else axis
         where = f"Megatron's {entry.rule.key}"
         if entry.rule.halves:

@@ -27,15 +27,14 @@ from mcore_rl.weights.layouts.sglang_models import (
     EMBEDDING_ON_EVERY_STAGE,
     EXPERT_AXIS,
     HEAD_ON_EVERY_STAGE,
+    QWEN3_5_MODELS,
     RULES,
     RULES_OF,
     SHARED_EXPERTS,
-    VOCAB_MULTIPLE,
     SGLangSizes,
-    cut_tower,
-    find_tower_rule,
     refuse_unserved,
 )
+from mcore_rl.weights.layouts.sglang_towers import VOCAB_MULTIPLE, cut_tower, find_tower_rule
 from mcore_rl.weights.layouts.tensors import (
     Entry,
     StagedLayout,
@@ -128,6 +127,9 @@ class SGLangLayout(StagedLayout):
 
     def _expert_cuts(self, entry: Entry) -> list[list[tuple[Shape, Shape]]]:
         axis = EXPERT_AXIS[".".join(entry.suffix.split(".")[-2:])]
+        if entry.rule.upright:
+            assert axis is not None
+            axis = {1: 2, 2: 1}[axis]
         where = f"SGLang's {entry.suffix}"
         if entry.rule.halves:
             return cut_halves(entry.shape, axis, self._moe_tp, where)
@@ -164,6 +166,8 @@ class SGLangLayout(StagedLayout):
         if sizes.whole_shared_experts and module.startswith(SHARED_EXPERTS):
             return WHOLE
         architecture = self._tensors.family.architecture
+        if module == "model.embed_tokens" and sizes.dp > 1 and architecture in QWEN3_5_MODELS:
+            return WHOLE
         rule = find_tower_rule(architecture, entry)
         if rule is None:
             rule = RULES_OF.get(architecture, {}).get(module) or RULES.get(module)

@@ -180,10 +180,12 @@ def _make_shard(matrix: _Matrix, tensor: HfTensor, hf_first: int, first: int, st
     offset = matrix.part.offset + (first - matrix.start[0]) * strides[0]
     start = (hf_first, *matrix.start[1:])
     shape = (stop - first, *matrix.shape[1:])
-    if matrix.rule.stacked:  # the HF tensor holds all experts, each transposed
-        start = (matrix.numbers["expert"], *reversed(start))
-        shape = (1, *reversed(shape))
-        strides = (prod(matrix.shape), *reversed(strides))
+    if matrix.rule.stacked:
+        if not matrix.rule.upright:
+            start, shape, strides = start[::-1], shape[::-1], strides[::-1]
+        start = (matrix.numbers["expert"], *start)
+        shape = (1, *shape)
+        strides = (prod(matrix.shape), *strides)
     ends = tuple(at + size for at, size in zip(start, shape, strict=True))
     box = Box(tensor.name.format(**matrix.numbers), start, ends)
     return Shard(box, matrix.part.tensor, offset, strides, matrix.part.dtype)

@@ -22,7 +22,13 @@ from mcore_rl.weights.models.qwen_llama_mixtral import (
     QWEN3,
     QWEN3_MOE,
 )
-from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL, QWEN3_VL, QWEN3_VL_MOE
+from mcore_rl.weights.models.qwen_vl import (
+    QWEN2_5_VL,
+    QWEN3_5_VL,
+    QWEN3_5_VL_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+)
 from mcore_rl.weights.models.settings import find_rope_refusal, read_rope, refuse_quantized
 from mcore_rl.weights.models.sparse_attention import DEEPSEEK_V32, GLM5
 from mcore_rl.weights.models.table import Family, HfConfig, Shape
@@ -50,7 +56,7 @@ CAUSAL = (
 )
 """The tables of causal language models."""
 
-VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, KIMI_VL)
+VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE, KIMI_VL)
 """The tables of models that see images."""
 
 WITHOUT_TOWER = (KIMI_K25,)
@@ -61,11 +67,7 @@ LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}
 
-_WITH_TOWER = "its vision tower has no table here; its language model alone has one"
-
 REFUSED: Mapping[str, str] = {
-    "Qwen3_5ForConditionalGeneration": _WITH_TOWER,
-    "Qwen3_5MoeForConditionalGeneration": _WITH_TOWER,
     "MiniMaxForCausalLM": (
         "most of its layers have lightning attention, which Megatron does not have"
     ),

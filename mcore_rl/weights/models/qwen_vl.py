@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and Qwen3-VL, dense and with experts: language models of Qwen, and towers.
+"""Qwen2.5-VL, and Qwen3-VL and Qwen3.5, dense and with experts: language models and towers.
 
 Qwen2.5-VL is the language model of Qwen2 with a rotary embedding of three axes: time, height and
 width of a position rotate parts of each head of their own, whose sizes `mrope_section` gives
@@ -15,13 +15,19 @@ states of images behind the first language layers (DeepStack, arXiv:2406.04334, 
 
 The published files of Qwen3-VL stack all experts of a layer in one HF tensor, each transposed, gate
 columns before those of up. transformers always normalizes the weights of a token's experts.
+
+Qwen3.5 has the tower of Qwen3-VL without features of inner blocks. Its language model has gated
+delta nets (qwen_delta_net.py), its rotary embedding takes turns over a quarter of each head, and
+its experts are stacked as Megatron has them, gate rows before those of up.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mcore_rl.weights.models import rules, tower
+from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE
 from mcore_rl.weights.models.qwen_llama_mixtral import QWEN3, QWEN3_MOE, has_no_experts
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
@@ -118,25 +124,33 @@ TOWER = (
     *_make_linear(BLOCK + "mlp.linear_fc1", "tower_ffn", "tower_hidden", "tower"),
     *_make_linear(BLOCK + "mlp.linear_fc2", "tower_hidden", "tower_ffn", "tower"),
     *_make_merger("merger.", "tower_hidden", "model"),
-    *_make_merger("deepstack_merger_list.{layer}.", "merged", "deepstack"),
 )
+INNER_PROJECTORS = _make_merger("deepstack_merger_list.{layer}.", "merged", "deepstack")
 
 
-def _make_stacked(module: str, name: str, *axes: str, halves: bool = False) -> Rule:
+def _make_stacked(module: str, name: str, *axes: str, **more: Any) -> Rule:
     """Return the rule of an HF tensor that stacks all experts; `axes` are those of one expert."""
     tensor = HfTensor(f"{rules.HF_LAYER}mlp.experts.{name}", ("experts", *axes))
     key = f"{rules.LAYER}mlp.experts.experts.{module}.weight"
-    return Rule(key, (tensor,), "moe", stacked=True, halves=halves)
+    return Rule(key, (tensor,), "moe", stacked=True, **more)
 
 
 EXPERTS = (
-    *(rule for rule in rules.EXPERTS if not rule.has_expert_axis),
     _make_stacked("linear_fc1", "gate_up_proj", "hidden", "gate_up", halves=True),
     _make_stacked("linear_fc2", "down_proj", "expert_ffn", "hidden"),
 )
+UPRIGHT_EXPERTS = (
+    _make_stacked("linear_fc1", "gate_up_proj", "gate_up", "hidden", halves=True, upright=True),
+    _make_stacked("linear_fc2", "down_proj", "hidden", "expert_ffn", upright=True),
+)
 
 
-def _read_sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
+def _stack_experts(rules_of_text: Iterable[Rule], experts: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """Return the rules of a language model with `experts` in place of its rules of experts."""
+    return (*(rule for rule in rules_of_text if not rule.has_expert_axis), *experts)
+
+
+def _read_sizes(config: HfConfig, *, text: Sizes, has_inner: bool) -> Mapping[str, int]:
     vision = tower.read_vision_settings(config)
     need(config, "head_dim")  # transformers' own defaults differ between the two models
     text_sizes = text(config)
@@ -146,16 +160,14 @@ def _read_sizes(config: HfConfig, *, text: Sizes) -> Mapping[str, int]:
         **tower.read_tower_sizes(config),
         "patch": vision.get("patch_size", PATCH),
         "tower_positions": vision.get("num_position_embeddings", POSITIONS),
-        "deepstack_mergers": len(_read_depths(config)),
+        "deepstack_mergers": len(_read_depths(config)) if has_inner else 0,
     }
 
 
 def _make_options(
-    config: HfConfig, *, text: Callable[[HfConfig], dict[str, Any]], experts: bool
+    config: HfConfig, *, text: Callable[[HfConfig], dict[str, Any]]
 ) -> dict[str, Any]:
-    always_normalized = {"moe_router_pre_softmax": False} if experts else {}
-    section = list(need(read_rope(config), "mrope_section"))
-    return {**text(config), **always_normalized, "mrope_section": section}
+    return {**text(config), "mrope_section": list(need(read_rope(config), "mrope_section"))}
 
 
 def _read_depths(config: HfConfig) -> list[int]:
@@ -166,13 +178,16 @@ def _read_depths(config: HfConfig) -> list[int]:
     return list(depths)
 
 
-def _find_refusal(config: HfConfig, *, sizes: Sizes) -> str:
+def _find_refusal(config: HfConfig, *, text: Family, sizes: Sizes, has_inner: bool) -> str:
+    rotated = int(sizes(config)["head"] * text.rotary_share(config))
     return (
-        find_rope_theta_refusal(config)
-        or _find_experts_refusal(config, sizes(config))
-        or tower.find_section_refusal(config, sizes(config)["head"])
-        or _find_interleaving_refusal(config, sizes(config)["head"])
+        text.refusal(config)
+        or find_rope_theta_refusal(config)
+        or (_find_experts_refusal(config, sizes(config)) if has_inner else "")
+        or tower.find_section_refusal(config, rotated)
+        or _find_interleaving_refusal(config, rotated)
         or tower.find_tower_refusal(config)
+        or (_find_depths_refusal(config) if has_inner else _find_inner_refusal(config))
         or _find_tower_refusal(config)
     )
 
@@ -198,7 +213,7 @@ def _find_interleaving_refusal(config: HfConfig, rotated: int) -> str:
             " SGLang only if its rotary settings say true"
         )
     section = rope["mrope_section"]
-    if len(section) != 3 or 3 * max(section[1:]) > rotated // 2:
+    if len(section) != 3 or any(axis + 3 * (section[axis] - 1) >= rotated // 2 for axis in (1, 2)):
         return (
             f"mrope_section={section}: height and width each get every third of the {rotated // 2}"
             " frequencies of a head at most"
@@ -206,11 +221,18 @@ def _find_interleaving_refusal(config: HfConfig, rotated: int) -> str:
     return ""
 
 
-def _find_tower_refusal(config: HfConfig) -> str:
-    """Return why transformers' tower differs from what the settings say; "" if it does not."""
-    vision = tower.read_vision_settings(config)
+def _find_inner_refusal(config: HfConfig) -> str:
+    """Return why features of inner blocks cannot be given to a model without them, or ""."""
+    depths = tower.read_vision_settings(config).get("deepstack_visual_indexes")
+    if depths:
+        return f"deepstack_visual_indexes={depths}: transformers has no such features in it"
+    return ""
+
+
+def _find_depths_refusal(config: HfConfig) -> str:
+    """Return why there are no such inner blocks; "" if there are."""
     depths = _read_depths(config)
-    blocks = range(vision["depth"])
+    blocks = range(tower.read_vision_settings(config)["depth"])
     if sorted(set(depths)) != depths or not set(depths) <= set(blocks):
         return (
             f"deepstack_visual_indexes={depths} should be rising numbers of the {len(blocks)}"
@@ -221,6 +243,12 @@ def _find_tower_refusal(config: HfConfig) -> str:
             f"deepstack_visual_indexes={depths} are more than the"
             f" {config['num_hidden_layers']} layers of the language model"
         )
+    return ""
+
+
+def _find_tower_refusal(config: HfConfig) -> str:
+    """Return why transformers' tower differs from what the settings say; "" if it does not."""
+    vision = tower.read_vision_settings(config)
     positions = vision.get("num_position_embeddings", POSITIONS)
     if int(positions**0.5) ** 2 != positions:
         return f"num_position_embeddings={positions} should be the square of a number"
@@ -231,33 +259,46 @@ def _find_tower_refusal(config: HfConfig) -> str:
 
 
 def _make_family(
-    text: Family, rules_of_text: tuple[Rule, ...], *, experts: bool = False, **more: Any
+    text: Family,
+    rules_of_text: tuple[Rule, ...],
+    architecture: str,
+    inner_projectors: tuple[Rule, ...] = INNER_PROJECTORS,
+    **more: Any,
 ) -> Family:
-    """Return the family whose language model is `text`, with these rules."""
-    sizes = partial(_read_sizes, text=text.sizes)
-    return Family(
-        rules=(*tower.make_language_rules(rules_of_text), *TOWER),
-        sizes=sizes,
-        is_moe_layer=text.is_moe_layer,
-        options=partial(_make_options, text=text.options, experts=experts),
-        rope_types=("default", "mrope"),
-        refusal=partial(_find_refusal, sizes=sizes),
-        explicit=text.explicit,
-        tied={"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
-        **more,
-    )
+    """Return the family whose language model is `text`, with these rules.
+
+    inner_projectors   rules of the projectors of inner blocks' features, if the tower has any
+    """
+    has_inner = bool(inner_projectors)
+    sizes = partial(_read_sizes, text=text.sizes, has_inner=has_inner)
+    options: dict[str, Any] = {
+        "architecture": architecture,
+        "rules": (*tower.make_language_rules(rules_of_text), *TOWER, *inner_projectors),
+        "sizes": sizes,
+        "options": partial(_make_options, text=text.options),
+        "rope_types": ("default", "mrope"),
+        "refusal": partial(_find_refusal, text=text, sizes=sizes, has_inner=has_inner),
+        "tied": {"lm_head.weight": tower.LANGUAGE + "embed_tokens.weight"},
+    }
+    return replace(text, **options | more)
 
 
-QWEN3_VL = _make_family(
-    QWEN3,
-    QWEN3.rules,
-    architecture="Qwen3VLForConditionalGeneration",
-    supported=QWEN3.supported,
-)
+def _normalize_choices(config: HfConfig) -> dict[str, Any]:
+    """Return the options of Qwen3-MoE whose router always normalizes a token's weights."""
+    return {**QWEN3_MOE.options(config), "moe_router_pre_softmax": False}
+
+
+QWEN3_VL = _make_family(QWEN3, QWEN3.rules, "Qwen3VLForConditionalGeneration")
 QWEN3_VL_MOE = _make_family(
-    QWEN3_MOE,
-    (*rules.MODEL, *rules.GROUPED_QUERY_ATTENTION, *rules.DENSE_MLP, *EXPERTS),
-    architecture="Qwen3VLMoeForConditionalGeneration",
+    replace(QWEN3_MOE, options=_normalize_choices),
+    _stack_experts(QWEN3_MOE.rules, EXPERTS),
+    "Qwen3VLMoeForConditionalGeneration",
     supported={**QWEN3_MOE.supported, "norm_topk_prob": (True,)},
-    experts=True,
+)
+QWEN3_5_VL = _make_family(QWEN3_5, QWEN3_5.rules, "Qwen3_5ForConditionalGeneration", ())
+QWEN3_5_VL_MOE = _make_family(
+    QWEN3_5_MOE,
+    _stack_experts(QWEN3_5_MOE.rules, UPRIGHT_EXPERTS),
+    "Qwen3_5MoeForConditionalGeneration",
+    (),
 )

@@ -106,8 +106,8 @@ class Rule:
               modules
     groups    name of the size that counts the groups; None: one group
     padded    rows past the last block are vocabulary padding (otherwise they are an error)
-    stacked   one HF tensor holds all experts on its first axis, each transposed; Megatron has one
-              tensor per expert
+    stacked   one HF tensor holds all experts on its first axis; Megatron has one tensor per expert
+    upright   each expert of a stacked tensor lies in it as in Megatron, not transposed
     halves    the rows are two halves, each cut by tensor parallelism for itself
     goes_on   HF numbers of these modules go on behind those of the model's layers
     """
@@ -118,6 +118,7 @@ class Rule:
     groups: str | None = None
     padded: bool = False
     stacked: bool = False
+    upright: bool = False
     halves: bool = False
     goes_on: bool = False
 
@@ -137,7 +138,9 @@ class Rule:
 
     def matrix_axes(self, tensor: HfTensor) -> tuple[str, ...]:
         """Return the axes of `tensor` in the order that the Megatron tensor has them."""
-        return tensor.axes[:0:-1] if self.stacked else tensor.axes
+        if not self.stacked:
+            return tensor.axes
+        return tensor.axes[1:] if self.upright else tensor.axes[:0:-1]
 
     def count_rows(self, sizes: Mapping[str, int]) -> int:
         """Return the rows of the Megatron tensor, without padding."""

@@ -5,9 +5,11 @@ A language model and its twin for sequence classification differ in the output l
     ...ForCausalLM, ...ForConditionalGeneration   lm_head.weight [vocab, hidden] -> log-probs
     ...ForSequenceClassification                  score.weight   [1, hidden]     -> one value
 
-The twin of a vision-language model has its tower, too. transformers has no class of that name.
+The twin of a vision-language model has its tower, too. transformers has a class of that name for
+Qwen3.5 alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +38,17 @@ def make_classifier(family: Family) -> Family:
     )
 
 
+TEXT_STEMS: Mapping[str, str] = {
+    "Qwen3_5ForCausalLM": "Qwen3_5Text",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeText",
+}
+"""Language models whose twin cannot have their stem, which is that of the twin with a tower."""
+
+
 def find_stem(architecture: str) -> str:
     """Return the name that an architecture shares with its twin: "Qwen3VL", "Qwen3Moe"."""
+    if architecture in TEXT_STEMS:
+        return TEXT_STEMS[architecture]
     for ending in (CAUSAL, GENERATIVE, CLASSIFIER):
         if architecture.endswith(ending):
             return architecture.removesuffix(ending)

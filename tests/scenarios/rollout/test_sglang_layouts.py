@@ -13,7 +13,12 @@ import pytest
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.support.tiny_models import write_model
-from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
+from tests.support.tiny_qwen3_vl import (
+    write_qwen3_5_model,
+    write_qwen3_5_moe_model,
+    write_qwen3_vl_model,
+    write_qwen3_vl_moe_model,
+)
 from tests.support.tiny_vision import write_vision_model
 
 TIED = {"tie_word_embeddings": True}
@@ -95,6 +100,7 @@ GLM4V = [
 ]
 """The same for GLM-4.5V."""
 SIX_LAYERS = {"num_hidden_layers": 6}
+EIGHT_LAYERS = {"num_hidden_layers": 8}
 QWEN3_VL = [
     (SIX_LAYERS, {"tp": 2, "pp": 2}),
     (SIX_LAYERS | TIED, {"pp": 2}),
@@ -108,6 +114,18 @@ QWEN3_VL_MOE = [
     (HEADS, {"tp": 4, "ep": 4, "dp": 2} | HEAD | DEEPEP),
 ]
 """The same for Qwen3-VL with experts."""
+QWEN3_5 = [
+    (EIGHT_LAYERS, {"tp": 2, "pp": 2}),
+    (EIGHT_LAYERS | TIED, {"pp": 2}),
+    (HEADS, {"tp": 4, "dp": 2} | HEAD),
+]
+"""The same for Qwen3.5."""
+QWEN3_5_MOE = [
+    (HEADS, {"tp": 4, "ep": 2}),
+    (EIGHT_LAYERS, {"tp": 2, "pp": 2}),
+    (HEADS, {"tp": 4, "ep": 4, "dp": 2} | HEAD),
+]
+"""The same for Qwen3.5 with experts."""
 KIMI_VL = [
     ({}, {"tp": 2, "ep": 2}),
     ({"vision": {"num_attention_heads": 4}}, {"tp": 4, "ep": 2}),
@@ -123,6 +141,8 @@ TOWERS = [
     *((write_qwen3_vl_model, case) for case in QWEN3_VL),
     *((write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE),
     *((write_kimi_vl_model, case) for case in KIMI_VL),
+    *((write_qwen3_5_model, case) for case in QWEN3_5),
+    *((write_qwen3_5_moe_model, case) for case in QWEN3_5_MOE),
 ]
 QUICK = [TOWERS[1], TOWERS[8]]
 """Those of `make test`: padded heads of a tower, and features of its inner layers."""

@@ -15,7 +15,7 @@ from tests.support.tiny_training import make_actor
 from tests.support.tiny_videos import pack, transformers_video_logprobs, watched_of
 from tests.support.tiny_vision import PLACEHOLDER, load_vision_model
 
-KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v_moe")
 
 
 def megatron_logprobs(rank: int, world_size: int, port: int, model: ModelConfig) -> Tensor:

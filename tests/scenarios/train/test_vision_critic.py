@@ -25,7 +25,12 @@ from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
-from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
+from tests.support.tiny_qwen3_vl import (
+    write_qwen3_5_model,
+    write_qwen3_5_moe_model,
+    write_qwen3_vl_model,
+    write_qwen3_vl_moe_model,
+)
 from tests.support.tiny_training import my_batches
 from tests.support.tiny_vision import (
     batches_of,
@@ -43,6 +48,8 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "glm4v_moe": write_glm4v_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
+    "qwen3_5": write_qwen3_5_model,
+    "qwen3_5_moe": write_qwen3_5_moe_model,
     "kimi_vl": write_kimi_vl_model,
 }
 SLOW = pytest.mark.slow
@@ -52,6 +59,8 @@ CASES = [
     pytest.param("glm4v_moe", [{"tp": 2, "ep": 2}, {"pp": 2}], id="glm4v_moe", marks=SLOW),
     pytest.param("qwen3_vl", [{"tp": 2}, STAGES], id="qwen3_vl", marks=SLOW),
     pytest.param("qwen3_vl_moe", [{"tp": 2, "ep": 2}, STAGES], id="qwen3_vl_moe", marks=SLOW),
+    pytest.param("qwen3_5", [{"tp": 2}, {"pp": 2}], id="qwen3_5", marks=SLOW),
+    pytest.param("qwen3_5_moe", [{"tp": 2, "ep": 2}, {"pp": 2}], id="qwen3_5_moe", marks=SLOW),
     pytest.param("kimi_vl", [{"tp": 2, "ep": 2}, {"pp": 2}], id="kimi_vl", marks=SLOW),
 ]
 LOSS = partial(value_loss, clip=0.2)

@@ -13,7 +13,12 @@ from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_glm4v import write_glm4v_model
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
-from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
+from tests.support.tiny_qwen3_vl import (
+    write_qwen3_5_model,
+    write_qwen3_5_moe_model,
+    write_qwen3_vl_model,
+    write_qwen3_vl_moe_model,
+)
 from tests.support.tiny_training import make_actor, my_batches, token_loss
 from tests.support.tiny_vision import make_vision_batches, num_tokens, write_vision_model
 
@@ -25,6 +30,8 @@ WRITERS = {
     "kimi_vl": write_kimi_vl_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
+    "qwen3_5": write_qwen3_5_model,
+    "qwen3_5_moe": write_qwen3_5_moe_model,
 }
 
 
@@ -97,10 +104,7 @@ def test_a_tower_has_its_own_rate_and_resumes(folder: Path, tmp_path: Path) -> N
     "kind",
     [
         "qwen2_5_vl",
-        *(
-            pytest.param(kind, marks=pytest.mark.slow)
-            for kind in ("glm4v_moe", "kimi_vl", "qwen3_vl", "qwen3_vl_moe")
-        ),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in WRITERS),
     ],
 )
 def test_checkpoints_go_to_hf_and_back(folder: Path, tmp_path: Path, kind: str) -> None:

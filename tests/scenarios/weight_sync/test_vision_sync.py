@@ -76,6 +76,8 @@ def is_text(batches: list[TrainBatch]) -> Tensor:
         ("glm4v_moe", {"tp": 2, "ep": 2}),
         ("qwen3_vl", {"tp": 2}),
         ("qwen3_vl_moe", {"tp": 2, "ep": 2}),
+        ("qwen3_5", {"tp": 2}),
+        ("qwen3_5_moe", {"tp": 2, "ep": 2}),
         ("kimi_vl", {"tp": 2, "ep": 2}),
     ],
 )

@@ -8,13 +8,8 @@ import pytest
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.layouts.layout import COLUMNS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang import SGLangLayout
-from mcore_rl.weights.layouts.sglang_models import (
-    QWEN2_5_TOWER,
-    SGLangSizes,
-    cut_tower,
-    find_tower_rule,
-    refuse_unserved,
-)
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
+from mcore_rl.weights.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, find_tower_rule
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.deepseek_kimi import KIMI_VL

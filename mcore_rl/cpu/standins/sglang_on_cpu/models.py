@@ -33,7 +33,9 @@ MODULES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5",
 }
 """Architecture -> its module in sglang.srt.models; Qwen3-MoE is in `served_models`."""
 PROCESSORS = {"sglang.srt.multimodal.processors": ("qwen_vl", "glm4v", "kimi_vl")}
