@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_merge_lora(commands)
     _add_to_fp8(commands)
     _add_dequantize(commands)
-    turned = "turn experts of a Qwen3-VL from transformers' form to the published one, or back"
+    turned = "bring experts of a Qwen3-VL or Qwen3.5 from transformers' form to the published one"
     _add_writer(commands, "turn-experts", _rewrite, turned)
     alone = "write the language model of a Kimi-K2.5 or Kimi-VL alone, as a DeepSeek-V3"
     _add_writer(commands, "text-only", _rewrite, alone)

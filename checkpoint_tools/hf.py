@@ -24,8 +24,7 @@ def open_hf(folder: Path, use_sums: bool = True, *, either_way: bool = False) ->
 
     Names, shapes and dtypes are compared with config.json if mcore_rl knows its architecture.
     `use_sums` reads checksums.json, if there is one. `either_way` lets each stacked expert lie
-    transposed, too. Raises ValueError with the file or tensor
-    that is wrong.
+    transposed, too, or by itself. Raises ValueError with the file or tensor that is wrong.
     """
     index = read_index(folder)
     names = sorted(set(index["weight_map"].values())) if index else _safetensors_files(folder)

@@ -18,7 +18,7 @@ from mcore_rl.weights.hf.int4 import is_int4
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
 from mcore_rl.weights.models.settings import drop_quantization
-from mcore_rl.weights.models.table import HfConfig, Shape
+from mcore_rl.weights.models.table import Family, HfConfig, Shape
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that a family's functions may raise on settings of a wrong type or size."""
@@ -44,8 +44,7 @@ def check_against_config(
 
     Returns the architecture, or a sentence saying why nothing was compared. A quantized matrix and
     its scales count as the tensor that they encode. With `either_way` a stacked expert may lie
-    transposed. Raises ValueError with the file and tensor
-    that is wrong.
+    transposed, or each expert by itself. Raises ValueError with the file and tensor that is wrong.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -68,8 +67,33 @@ def check_against_config(
         raise ValueError(f"{path}: a setting is damaged: {error!r}") from error
     if either_way:
         shapes = {name: _find_stored(shape, tensors.get(name)) for name, shape in shapes.items()}
+        for name in [name for name in shapes if name not in tensors and is_upright(family, name)]:
+            singles = list_singles(name, shapes.pop(name))
+            shapes |= {single: shape for single, shape, _ in singles}
+            dtypes |= {single: dtypes[name] for single, _, _ in singles}
     _compare(folder, config, tensors, shapes, dtypes)
     return architecture
+
+
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Stacked tensor of upright experts -> what each expert has of it, one below the other."""
+
+
+def is_upright(family: Family, name: str) -> bool:
+    """Return whether the tensor stacks a layer's experts as transformers has them."""
+    kind = name.rpartition(".")[2]
+    return ".experts." in name and kind in PARTS and any(rule.upright for rule in family.rules)
+
+
+def list_singles(name: str, shape: Shape) -> list[tuple[str, Shape, Shape]]:
+    """Return (name, shape, offset in the stacked tensor) of the tensors that transformers saves."""
+    module, _, kind = name.rpartition(".")
+    rows = shape[1] // len(PARTS[kind])
+    return [
+        (f"{module}.{expert}.{part}.weight", (rows, shape[2]), (expert, number * rows, 0))
+        for expert in range(shape[0])
+        for number, part in enumerate(PARTS[kind])
+    ]
 
 
 def _find_stored(shape: Shape, stored: StoredTensor | None) -> Shape:

@@ -5,31 +5,36 @@ are stacked the one way or the other:
 
 published           gate_up_proj [experts, hidden, 2 * width]    down_proj [experts, width, hidden]
 transformers 5      gate_up_proj [experts, 2 * width, hidden]    down_proj [experts, hidden, width]
+
+The published files of Qwen3.5 have the second form, and transformers 5 saves each expert by itself.
 """
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch  # noqa: F401  (imported before the workers fork, so that they share its pages)
 
-from checkpoint_tools.assembly import Assembly, Piece, whole
+from checkpoint_tools.assembly import Assembly, Piece, join_pieces, whole
 from checkpoint_tools.hf import open_hf, open_plain
-from checkpoint_tools.hf_model import find_dtype, read_config
+from checkpoint_tools.hf_model import find_dtype, is_upright, list_singles, read_config
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
 from checkpoint_tools.packed import find_packed, list_stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
-from checkpoint_tools.stored import Chunk
+from checkpoint_tools.stored import Chunk, StoredTensor
 from mcore_rl.weights.hf.config import parse_hf_config, set_dtype, with_text_settings
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 from mcore_rl.weights.hf.int4 import TEXT, find_quantization, is_int4
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, KIMI_K25, KIMI_VL, LANGUAGE
-from mcore_rl.weights.models.qwen_vl import QWEN3_VL_MOE
+from mcore_rl.weights.models.qwen_vl import QWEN3_5_VL_MOE, QWEN3_VL_MOE
 from mcore_rl.weights.models.settings import drop_quantization
+from mcore_rl.weights.models.table import Shape
 from mcore_rl.weights.models.value_head import find_stem
 
 HALVES = ("bfloat16", "float16")
@@ -67,18 +72,21 @@ def dequantize(
 def turn_experts(
     source_hf: Path, out: Path, max_file_bytes: int, effort: Effort
 ) -> ConversionReport:
-    """Write the model of `source_hf` to `out` with each expert's matrices transposed.
+    """Write the model of `source_hf` to `out` with its experts in the other form.
 
-    Values stay bit for bit. Raises ValueError for another architecture than Qwen3-VL with experts,
-    and with the file and tensor that is wrong.
+    Those of Qwen3-VL are transposed each, to and fro; those of Qwen3.5 are stacked. Values stay bit
+    for bit. Raises ValueError for another architecture, and with the file and tensor that is wrong.
     """
     refuse_existing(out)
     config = read_config(source_hf)
     family = family_of(config)
-    if find_stem(family.architecture) != find_stem(QWEN3_VL_MOE.architecture):
+    stem = find_stem(family.architecture)
+    if stem == find_stem(QWEN3_5_VL_MOE.architecture):
+        return _stack_experts(source_hf, out, config, max_file_bytes, effort)
+    if stem != find_stem(QWEN3_VL_MOE.architecture):
         raise ValueError(
             f"{source_hf}: {family.architecture} has one form of experts; only"
-            f" {QWEN3_VL_MOE.architecture} is saved in two"
+            f" {QWEN3_VL_MOE.architecture} and {QWEN3_5_VL_MOE.architecture} are saved in two"
         )
     reopen = partial(open_hf, either_way=True)
     checkpoint = reopen(source_hf)
@@ -95,6 +103,34 @@ def turn_experts(
     describe = partial(write_small_files, config=config, side_files_from=source_hf)
     kept = (frozenset[str](), describe, max_file_bytes, effort)
     return make_hf(out, [checkpoint], assemblies, *kept, reopen=reopen)
+
+
+def _stack_experts(
+    source_hf: Path, out: Path, config: dict[str, Any], max_file_bytes: int, effort: Effort
+) -> ConversionReport:
+    """Write a Qwen3.5 whose experts have a tensor each with those of a layer in one."""
+    checkpoint = open_hf(source_hf, either_way=True)
+    family = family_of(config)
+    left = dict(checkpoint.tensors)
+    assemblies: dict[str, Made] = {}
+    for name, shape in family.shapes(config).items():
+        if name not in left and is_upright(family, name):
+            assemblies[name] = _stack(name, shape, left)
+    if not assemblies:
+        raise ValueError(f"{source_hf}: its experts are stacked already")
+    assemblies |= {name: whole(tensor.chunks[0]) for name, tensor in left.items()}
+    describe = partial(write_small_files, config=config, side_files_from=source_hf)
+    kept = (frozenset[str](), describe, max_file_bytes, effort)
+    return make_hf(out, [checkpoint], assemblies, *kept)
+
+
+def _stack(name: str, shape: Shape, left: dict[str, StoredTensor]) -> Assembly:
+    """Take the tensors of single experts out of `left`; return the assembly of the stacked one."""
+    chunks: list[Chunk] = []
+    for single, _, offset in list_singles(name, shape):
+        chunk = left.pop(single).chunks[0]
+        chunks.append(replace(chunk, offset=offset, shape=(1, *chunk.shape)))
+    return join_pieces(name, chunks[0].dtype, shape, chunks)
 
 
 def _turn(chunk: Chunk) -> Assembly:

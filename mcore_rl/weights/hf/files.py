@@ -13,6 +13,7 @@ ties them if they are equal, otherwise it warns and uses the stored output layer
 config.json.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,14 +162,23 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
         )
 
 
+SINGLE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
+
+
 def _check_tensor(
     path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], file_of: Mapping[str, Path]
 ) -> None:
     """Raise ValueError unless the tensor is expected, well shaped and in no earlier file."""
     if name not in expected:
+        remedy = "remove it, or correct config.json"
+        if (single := SINGLE_EXPERT.fullmatch(name)) and f"{single[1]}.down_proj" in expected:
+            remedy = (
+                "each expert lies by itself, as transformers saves Qwen3.5; write the published"
+                " form with mcore-rl-ckpt turn-experts"
+            )
         raise ValueError(
-            f"{path}: tensor {name!r} has no place in the model that config.json describes: "
-            "remove it, or correct config.json"
+            f"{path}: tensor {name!r} has no place in the model that config.json describes:"
+            f" {remedy}"
         )
     if name in file_of:
         raise ValueError(
