@@ -39,7 +39,7 @@ from mcore_rl.config import (
     SourceConfig,
 )
 from mcore_rl.config.recipe import require
-from mcore_rl.config.shipped import RECIPES_DIR, describe_making
+from mcore_rl.config.shipped import RECIPES_DIR, describe_making, resolve_shipped
 from mcore_rl.config.tree import value_of
 from mcore_rl.data.columns import Columns
 from mcore_rl.data.files import data_files
@@ -364,7 +364,7 @@ def _list_texts(values: Iterable[Any]) -> Iterator[str]:
 def _check_named(option: str, named: str, place: RunPlace) -> None:
     match = _NAMED.fullmatch(named)
     assert match is not None
-    file = place.look(option, match["file"])
+    file = place.look(option, resolve_shipped(match["file"]))
     if file is None:
         return
     file = file.expanduser()

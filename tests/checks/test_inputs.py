@@ -145,6 +145,17 @@ def test_an_environment_that_is_not_there_is_named(
         check([*given, "reward.path=''", override], recipe="tiny_agent_calculator")
 
 
+@pytest.mark.parametrize("recipe", ["tiny_agent_calculator", "qwen3_30b_a3b_code_16"])
+def test_files_of_shipped_recipes_are_found_from_any_folder(
+    given: list[str], recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    *inputs, reward = given
+    assert reward.startswith("reward.path=")
+    check(inputs, recipe=recipe)
+
+
 def test_a_package_of_an_environment_is_looked_for(
     given: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
