@@ -137,7 +137,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             max_running=8,
             custom_weight_loaders=(LOADER,),
             keys=KEYS,
-            adapters=make_adapter_slots(LORA, policy),
+            adapters=make_adapter_slots(LORA, policy, has_trainer=True),
         )
     )
     engine.start()
