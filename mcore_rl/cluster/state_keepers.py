@@ -142,6 +142,20 @@ class StateKeepers:
                 self._copying.append(self._pull(partner, place.node, name, k))
                 place.partner = partner
 
+    def renew(self) -> None:
+        """Begin to copy states to other nodes again whose partner's node is lost.
+
+        No rank may write a copy until `settle`.
+        """
+        alive, partners = _list_answering(), self._choose_partners()
+        for name, place in self._places.items():
+            partner = partners.get(place.node, "")
+            if not place.partner or place.partner in alive or not partner:
+                continue
+            copying = [self._pull(partner, place.node, name, k) for k in range(NUM_COPIES)]
+            self._copying += copying
+            place.partner = partner
+
     def settle(self) -> None:
         """Wait until what ranks have kept lies on their partners' nodes, too.
 
@@ -184,7 +198,7 @@ class StateKeepers:
 
         A copy on the rank's node comes before that on the partner's.
         """
-        alive = {node.id for node in list_alive_nodes()}
+        alive = set(_list_answering())
         found: dict[str, dict[int, Copy]] = {name: {} for name in names}
         for name in names:
             place = self._retired.get(name)
@@ -301,7 +315,7 @@ class StateKeepers:
         """
         if self._is_alone:
             return {}
-        alive = [node.id for node in list_alive_nodes()]
+        alive = _list_answering()
         nodes = sorted({place.node for place in self._places.values()} & set(alive))
         if len(nodes) == 1:
             nodes += [node for node in alive if node not in nodes][:1]
@@ -315,6 +329,11 @@ class StateKeepers:
             options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE}
             self._actors[node] = make.options(**options, scheduling_strategy=there).remote()
         return self._actors[node]
+
+
+def _list_answering() -> list[str]:
+    """Return the ids of the nodes that answer; Ray takes a lost one for alive for a while."""
+    return [node.id for node in list_alive_nodes() if node.answers()]
 
 
 def _piece(name: str, k: int) -> str:

@@ -97,6 +97,7 @@ def open_recovery(
             gpus=trained.gpus or SharedGpus(EngineMemory((), 0.0), processes.run_watched),
             folder=folder,
             prepare=trained.prepare_model,
+            renew=keepers.renew,
             settle=keepers.settle,
             forget_links=trained.forget_links,
             rewound=trained.rewound,

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.cluster_utils import Cluster
 
 from mcore_rl.cluster import placement
 from mcore_rl.cluster.answers import RankLostError
 from mcore_rl.cluster.model_groups import TrainerGroup
+from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import NoRoomError, reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.state_keepers import StateKeepers
@@ -23,6 +25,8 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.process.kept_copies import Header
+from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
 from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.kept_worker import STATE, KeptWorker
 
@@ -125,3 +129,25 @@ def test_ranks_become_fewer_and_more_with_all_states(
         lose_node_of(cluster, group, 0)
         with pytest.raises(NoRoomError, match=r"no node has had room .*1 of 3 ranks are left"):
             group.restart()
+
+
+def test_states_whose_partner_is_lost_are_copied_again(cluster: Cluster) -> None:
+    head = ray.get_runtime_context().get_node_id()
+    nodes = [each.id for each in list_alive_nodes() if each.id != head]
+    where = dict(zip("abc", nodes, strict=True))
+    with closing(StateKeepers(nodes, 120.0)) as keepers:
+        paths = keepers.reserve(dict.fromkeys(where, 2 * HEADER_BYTES), where)
+        for first, _ in paths.values():
+            header = Header(5, 0, 2 * HEADER_BYTES, "", 0, 2 * HEADER_BYTES).encode()
+            with map_kept(first) as piece:
+                piece[: len(header)] = header
+        keepers.mirror(dict.fromkeys(where, 0))
+        keepers.settle()
+        for lost in (keepers._places["a"].partner, where["a"]):
+            [node] = (each for each in cluster.list_all_nodes() if each.node_id == lost)
+            cluster.remove_node(node, allow_graceful=False)
+            keepers.renew()
+            keepers.settle()
+        keepers.retire("a")
+        [copy] = keepers.list_copies("a")["a"].values()
+        assert copy.header.step == 5

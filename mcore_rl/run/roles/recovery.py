@@ -74,6 +74,7 @@ class Recovered:
     """The models of a run that are recovered, and what depends on their ranks.
 
     prepare       does what a start does with a model before it loads a state
+    renew         begins to copy states to partner nodes again whose partner is lost
     settle        waits until kept states lie on partner nodes, too
     forget_links  has the next weight sync link the engines to the new ranks
     rewound       goes back with the ranks, if the loop's work changes it
@@ -83,6 +84,7 @@ class Recovered:
     gpus: SharedGpus
     folder: RunFolder
     prepare: Callable[[str], None]
+    renew: Callable[[], None]
     settle: Callable[[], None]
     forget_links: Callable[[], None]
     rewound: Rewound | None
@@ -236,6 +238,8 @@ class RankRecovery:
             self._trained.work()
             self._keep(wanted)
         self._save_again(wanted)
+        of.renew()
+        of.settle()
         return step
 
     def _restart(self, model: KeptModel) -> None:

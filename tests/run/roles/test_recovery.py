@@ -105,6 +105,7 @@ class Scene:
             gpus=SharedGpus(EngineMemory((), 0.0), lambda work: None),
             folder=self.folder,
             prepare=lambda role: self.calls.append(f"prepare {role}"),
+            renew=lambda: self.calls.append("renew"),
             settle=lambda: None,
             forget_links=lambda: self.calls.append("forget links"),
             rewound=self.steered,
@@ -146,7 +147,8 @@ def test_both_models_go_back_when_one_is_lost(tmp_path: Path) -> None:
     assert scene.train(2, once(scene.critic.die)) == wanted[1]
     assert scene.train(3, once(scene.trainer.die)) == wanted[2]
     assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
-    assert scene.calls == ["forget links", "prepare critic", "forget links", "prepare trainer"]
+    again = [["forget links", f"prepare {role}", "renew"] for role in ("critic", "trainer")]
+    assert scene.calls == [*again[0], *again[1]]
 
 
 def test_a_model_that_becomes_smaller_is_told_of(
@@ -190,7 +192,8 @@ def test_a_model_grows_once_there_is_room_at_two_steps_in_a_row(
     assert sizes == [3, 3, 3, 3, 4, 4]
     assert caplog.text.count("trainer: dp 3 -> 4 in ") == 1
     assert scene.trainer.num_restarts == 1 and scene.critic.num_restarts == 0
-    assert scene.calls == ["forget links", "prepare trainer"] * 2
+    built = ["forget links", "prepare trainer"]
+    assert scene.calls == [*built, "renew", *built]
 
 
 def test_a_model_does_not_grow_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
