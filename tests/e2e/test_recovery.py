@@ -1,13 +1,18 @@
 """Ranks of trainer and critic that die or hang are replaced, and the run goes on bit for bit."""
 
 import re
+import secrets
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mcore_rl.cluster.node_agent.ray_node import RayNode, RayProcesses
+from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from tests.e2e.test_clusters import seated
 from tests.support.books import assert_books_balance, assert_same_prompts
 from tests.support.runs import Run, tiny_settings
@@ -16,6 +21,7 @@ from tests.support.victims import PHASES, assert_complete
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
+StartRay = Callable[[str], RayProcesses]
 SETTINGS = (
     "train.mini_batches=2",
     "algorithm.kl.coef=0.01",
@@ -302,6 +308,104 @@ def test_fewer_ranks_go_on_where_no_node_is_spare(
             expected = pytest.approx(wanted[step][name], rel=bound, abs=bound)
             assert rows[step][name] == expected, (step, name)
     assert max(row["logprob_diff/mean"] for row in rows.values()) < 1e-5
+
+
+NODE_STARTS = 3
+"""Ray gives a node up if the head does not answer for 30 s, as where other work has the cores."""
+
+
+@pytest.fixture
+def start_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRay]:
+    """Starts nodes with room for a rank or an engine each, by name; the first one is the head."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    token = tmp_path / "token"
+    token.write_text(secrets.token_hex(16))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    started: list[RayProcesses] = []
+    with ExitStack() as stack:
+
+        def try_to_start(name: str) -> RayProcesses | None:
+            address = f"127.0.0.{len(started) + 2}"
+            facts = RayNode(name, name, address, 1, 0, object_store_mib=80, resources={})
+            temp_dir = stack.enter_context(make_ray_temp_dir())
+            head = started[0].head_address if started else None
+            ray = RayProcesses(facts, head, temp_dir, tmp_path / f"ray_{name}.log")
+            stack.callback(ray.stop)
+            while ray.exit_status() is None:
+                if "Ray runtime started" in ray.log_path.read_text():
+                    return ray
+                time.sleep(0.2)
+            return None
+
+        def start_node(name: str) -> RayProcesses:
+            ray = next(filter(None, (try_to_start(name) for _ in range(NODE_STARTS))))
+            started.append(ray)
+            return ray
+
+        yield start_node
+
+
+HELD_REWARD = """
+import time
+from pathlib import Path
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    while Path(HOLD).exists():
+        time.sleep(0.05)
+    return float(len(solution_str) % 2)
+"""
+SEATED = re.compile(r"cluster\.run: node (\S+) \(\S+\): (.*)")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_trainer_and_critic_become_smaller_and_grow_where_nodes_join(
+    start_ray: StartRay, start: Start, tmp_path: Path
+) -> None:
+    """Each loses a node while samples are waited for: while there is a file `hold`.
+
+    One after the other, as a node and its partner may not be lost at once.
+    """
+    nodes = {name: start_ray(name) for name in "abcde"}
+    hold, reward = tmp_path / "hold", tmp_path / "held_reward.py"
+    reward.write_text(HELD_REWARD.replace("HOLD", repr(str(hold))))
+    scored = [f"reward.path={reward}", "reward.name=score"]
+    scored += ["reward.workers=1", "reward.timeout_s=600"]
+    trainer = ["parallel.dp=2", "parallel.ep=1", "train.router_aux_loss_coef=0"]
+    critic = ["algorithm.advantage=gae", "critic.parallel.dp=2", "critic.mini_batches=2"]
+    settings = (*SETTINGS, *trainer, *critic, *scored, "run.steps=5", "eval.data=[]")
+    joining = (f"cluster.address={nodes['a'].head_address}", "cluster.num_nodes=5")
+    room = ("run.recovery.min_dp=1", "cluster.cpus_per_rank=1", "run.call_timeout_s=120")
+    run = start("train", *settings, *joining, *room)
+    run.wait_for("step 1: train", 400, poll_s=0.002)
+    hold.touch()
+    run.wait_for("step 2: reward", 400)
+    seats = [seat for seat in SEATED.findall(run.log()) if seat[0] != "a"]
+    for num_before, role in enumerate(("trainer", "critic")):
+        nodes[next(node for node, who in seats if who.startswith(role))].stop()
+        run.wait_for(f"{role}: dp 2 -> 1", 400)
+        wait_recovered(run, num_before + 1)
+    for name in "fg":
+        start_ray(name)
+    hold.unlink()
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    for role in ("trainer", "critic"):
+        told = re.findall(rf"{role}: (dp \d -> \d)", run.tail(10**6))
+        assert told == ["dp 2 -> 1", "dp 1 -> 2"], run.tail(10**6)
+    assert len(find_recoveries(run)) == 2, "to grow is no recovery"
+    rows = [row for row in run.metrics() if "loss/total" in row]
+    sizes = [row["recovery/dp"] for row in rows]
+    assert sizes[:2] == [2, 1] and sizes[-1] == 2, sizes
+    assert_books_balance(run.run_dir, 5)
+    assert max(row["logprob_diff/mean"] for row in rows) < 1e-5
+    whole = start("train", *settings, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    wanted = [row for row in whole.metrics() if "loss/total" in row]
+    for name in ("loss/total", "loss/grad_norm", "critic/loss", "reward/mean", "train/tokens"):
+        found, expected = [row[name] for row in rows], [row[name] for row in wanted]
+        assert found[1] == pytest.approx(expected[1], rel=1e-6, abs=1e-6), name
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-4), name
 
 
 @pytest.mark.slow
