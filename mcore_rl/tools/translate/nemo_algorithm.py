@@ -28,7 +28,7 @@ UNNEEDED: Mapping[str, str] = {
         for loop in ("grpo", "ppo")
         for name, reason in {
             "adv_estimator": "read by another estimator only",
-            "async_grpo": "read with async_grpo.enabled only",
+            f"async_{loop}": f"read with async_{loop}.enabled only",
             "batch_multiplier": "read with use_dynamic_sampling only",
             "calculate_advantages_on_gpu": "advantages take no time",
             "dynamic_sampling_max_gen_batches": "read with use_dynamic_sampling only",

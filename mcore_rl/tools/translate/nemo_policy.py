@@ -266,11 +266,13 @@ ENGINE_SIZES = {
         "pp": "mcore_generation_config.pipeline_model_parallel_size",
         "ep": "mcore_generation_config.expert_model_parallel_size",
     },
+    "trtllm": {"tp": "trtllm_cfg.tensor_parallel_size"},
 }
 SHARES = {
     "vllm": f"{GENERATION}.vllm_cfg.gpu_memory_utilization",
     "sglang": f"{GENERATION}.sglang_cfg.mem_fraction_static",
     "megatron": f"{GENERATION}.mcore_generation_config.buffer_size_gb",
+    "trtllm": f"{GENERATION}.trtllm_cfg.gpu_memory_utilization",
 }
 """Options that say how much memory an engine's KV cache has."""
 SGLANG = f"{GENERATION}.sglang_cfg"
@@ -414,7 +416,8 @@ def _lengths(options: ForeignOptions) -> Found:
 
 
 def _asynchronous(options: ForeignOptions) -> Found:
-    group = "grpo.async_grpo"
+    loop = loop_of(options)
+    group = f"{loop}.async_{loop}"
     if not options.take(f"{group}.enabled", False):
         return
     if options.take(f"{COLOCATED}.enabled", True):

@@ -209,6 +209,10 @@ LOSSES = {"gspo": "gspo", "cispo": "cispo"}
 ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 OWN_ADVANTAGE = "register an advantage of your own (docs/algorithms.md)"
 WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
+    "--lora-rank": (
+        0,
+        "set train.lora.rank, alpha and targets by names of HuggingFace modules (docs/lora.md)",
+    ),
     "--use-opsm": (False, "algorithm.correction.reject=sequence leaves out whole sequences"),
     "--custom-advantage-function-path": (None, OWN_ADVANTAGE),
     "--custom-tis-function-path": (None, "algorithm.correction has weights and rejection"),

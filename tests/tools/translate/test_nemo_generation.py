@@ -50,6 +50,9 @@ def test_engines_with_gpus_of_their_own() -> None:
     found = of(**CLUSTER, **apart, **asynchronous, **corrected)
     assert found["algorithm.correction.weight"] == "token"
     assert "grpo.async_grpo.enabled" in decided(nemo(**asynchronous))
+    of_ppo = {name.replace("grpo", "ppo"): value for name, value in asynchronous.items()}
+    assert of(**CLUSTER, **apart, **of_ppo)["rollout.mode"] == "async"
+    assert "ppo.async_ppo.enabled" in decided(nemo(**of_ppo))
 
 
 @pytest.mark.parametrize(

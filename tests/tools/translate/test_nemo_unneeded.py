@@ -3,7 +3,7 @@
 from mcore_rl.tools.translate.nemo_algorithm import UNNEEDED, reason_of
 from tests.tools.translate.peer_options import NEMO
 
-OF_LATER_VERSIONS = {"policy.generation.refit_cfg"}
+OF_LATER_VERSIONS = {"policy.generation.refit_cfg", "ppo.async_ppo"}
 
 
 def test_the_longest_name_decides() -> None:

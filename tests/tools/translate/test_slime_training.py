@@ -110,3 +110,10 @@ def test_engines_serve_what_the_checkpoints_name_says(
     translation = slime(hf_checkpoint=f"/models/{name}")
     assert values(translation).get("rollout.quantization") == quantization
     assert ("--hf-checkpoint" in decided(translation)) == is_told
+
+
+def test_adapters_of_a_fork_are_told() -> None:
+    given = slime(lora_rank=32, lora_alpha=64, target_modules="all-linear")
+    assert "--lora-rank" in decided(given)
+    assert {item.source for item in given.unneeded} >= {"--lora-alpha", "--target-modules"}
+    assert not decided(slime(lora_rank=0)) & {"--lora-rank"}

@@ -13,8 +13,12 @@ OF_OTHER_DEFINITIONS = {
     "--sglang-enable-dp-attention",
     "--fp16",
     "--bf16",
+    "--lora-",
+    "--target-modules",
+    "--megatron-to-hf-mode",
+    "--qkv-format",
 }
-"""slime's patches of Megatron, its router, SGLang and the dtypes declare them."""
+"""slime's patches of Megatron, its router, SGLang, the dtypes and miles, a fork, declare them."""
 
 
 def test_reasons_are_by_name_or_by_a_prefix_that_ends_with_a_dash() -> None:
