@@ -166,9 +166,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for text in overrides:
         if text.endswith((".sh", ".bash")) and "=" not in text:
             raise ValueError(
-                f"{text}: a script of verl is not read, but run with python3 and uv replaced by"
-                ' this command: python3() { mcore-rl translate verl -- "$@"; };'
-                ' uv() { python3 "$@"; }; export -f python3 uv;'
+                f"{text}: a script of verl is not read, but run with what starts Python replaced"
+                ' by this command: python3() { mcore-rl translate verl -- "$@"; };'
+                ' python() { python3 "$@"; }; uv() { python3 "$@"; }; export -f python3 python uv;'
                 f" bash {text} (docs/switching.md#scripts)"
             )
         try:

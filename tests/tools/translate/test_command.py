@@ -16,6 +16,7 @@ from tests.support.policy import ROOT
 SCRIPT = """
 prompts=64
 LAUNCH=(uv run --frozen --extra sglang python3)
+[ -z "$PLAIN" ] || LAUNCH=(python)
 "${LAUNCH[@]}" -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer' \\
     data.train_batch_size=${prompts} algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
     trainer.logger=['console','wandb'] actor_rollout_ref.actor.strategy=megatron \\
@@ -23,15 +24,16 @@ LAUNCH=(uv run --frozen --extra sglang python3)
 """
 
 
-def test_a_script_is_translated_by_running_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plain", ["", "1"])
+def test_a_script_is_translated_by_running_it(tmp_path: Path, plain: str) -> None:
     (tmp_path / "run.sh").write_text(SCRIPT)
     out = tmp_path / "made.yaml"
     command = f'{sys.executable} -m mcore_rl.cli translate verl --out {out} -- "$@"'
     shell = (
-        f'python3() {{ {command}; }}; uv() {{ python3 "$@"; }}; export -f python3 uv;'
-        f" bash {tmp_path}/run.sh trainer.nnodes=2"
+        f'python3() {{ {command}; }}; python() {{ python3 "$@"; }}; uv() {{ python3 "$@"; }};'
+        f" export -f python3 python uv; bash {tmp_path}/run.sh trainer.nnodes=2"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PLAIN": plain}
     done = subprocess.run(
         ["bash", "-c", shell], env=environment, capture_output=True, text=True, timeout=120
     )
