@@ -171,6 +171,7 @@ UNNEEDED: Mapping[str, str] = {
     "trainer.log_val_generations": "samples.jsonl and the report have samples",
     "trainer.rollout_data_dir": "samples.jsonl has them",
     "trainer.validation_data_dir": "samples.jsonl has them",
+    "trainer.total_epochs": "a number of steps ends the run",
     "trainer.critic_warmup": "read with adv_estimator=gae only",
     "trainer.ray_wait_register_center_timeout": "run.startup_timeout_s",
     "trainer.use_legacy_worker_impl": "there is one implementation",
@@ -338,13 +339,13 @@ def translate_run(options: ForeignOptions) -> Found:
 
 def _steps(options: ForeignOptions) -> Found:
     total = options.take("trainer.total_training_steps", None)
-    epochs = options.take("trainer.total_epochs", 30)
     if total is not None:
         yield RecipeLine("run.steps", total, ("trainer.total_training_steps",))
         return
     if is_fully_async(options):
         yield from translate_samples(options)
         return
+    epochs = options.take("trainer.total_epochs", 30)
     paths = [Path(home_of(file)) for file in options.take_list("data.train_files")]
     if paths and all(path.is_file() and path.suffix == ".parquet" for path in paths):
         rows = sum(pq.read_metadata(path).num_rows for path in paths)

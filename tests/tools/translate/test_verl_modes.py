@@ -43,6 +43,8 @@ def test_a_step_has_the_prompts_between_two_weight_syncs() -> None:
     assert found["run.steps"] == 4, "prompts of a run by those of a step"
     assert values(ahead(trainer__total_training_steps=7))["run.steps"] == 7
     assert "run.epochs" not in found
+    reasons = {item.source: item.reason for item in ahead(trainer__total_epochs=3).unneeded}
+    assert reasons["trainer.total_epochs"] == "a number of steps ends the run"
 
 
 def test_engines_have_gpus_of_their_own() -> None:
