@@ -98,7 +98,7 @@ def test_each_call_is_sglangs() -> None:
     assert requests == [
         ("/pause_generation", {"mode": "retract"}),
         ("/continue_generation", {}),
-        ("/begin_weight_update", {"selector": "target"}),
+        ("/begin_weight_update", {"selector": "all"}),
         ("/end_weight_update", {}),
         ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
         ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}),
