@@ -38,12 +38,12 @@ def name_parts(layer: str) -> Names:
     return Names(layer, *(f"{layer}{name}.weight" for name in own))
 
 
-def write_mtp_model(kind: str, folder: Path) -> Path:
+def write_mtp_model(kind: str, folder: Path, **changes: Any) -> Path:
     """Save a random model of family `kind` with one layer for multi-token prediction.
 
     As in published files, the layer has the embedding and the output layer again.
     """
-    write_model(kind, folder, num_nextn_predict_layers=1)
+    write_model(kind, folder, num_nextn_predict_layers=1, **changes)
     plain = read_hf_config(folder)
     config = with_trained_mtp(plain)
     generator = torch.Generator().manual_seed(7)
