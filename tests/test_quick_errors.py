@@ -83,7 +83,7 @@ OF_INPUTS = [
     ("reward.path=no.py", "reward.path=no.py: no such file"),
     ("reward.path=brackets.py", "brackets.py line 1 is not Python: '(' was never closed"),
     ("reward.path=needs.py", "needs.py imports no_such_package, which this interpreter lacks"),
-    ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score: name one"),
+    ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score: name one of"),
     ("agents.environment=no.py:Game", "which 'no.py:Game' names"),
     ("run.dir=empty.jsonl/a", "empty.jsonl is not a folder; choose another run.dir"),
     ("checkpoint.best_metric=eval/accuracy", "did you mean eval/greedy_accuracy?"),

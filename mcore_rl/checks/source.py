@@ -23,9 +23,8 @@ def check_name(option: str, tree: ast.Module, file: Path, name: str) -> None:
     if "*" in defined or name in defined:
         return
     own = [node.name for node in tree.body if isinstance(node, Function | ast.ClassDef)]
-    raise ValueError(
-        f"{option}: {file} has no {name!r}; it has {', '.join(own) or 'none'}: name one"
-    )
+    there = f"{', '.join(own)}: name one of them" if own else "none"
+    raise ValueError(f"{option}: {file} has no {name!r}; it has {there}")
 
 
 def find_function(tree: ast.Module, name: str) -> Function | None:

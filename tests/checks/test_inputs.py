@@ -76,7 +76,7 @@ def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
         ("reward.path=no.py", "^reward.path=no.py: no such file in "),
         (
             "reward.name=rewards",
-            r"reward.name=rewards: .* has no 'rewards'; it has reward$",
+            r"reward.name=rewards: .* has no 'rewards'; it has reward: name one of them$",
         ),
         ("reward.kwargs={limit: 3}", "must take the keyword arguments data_source, .*: limit$"),
     ],
@@ -91,7 +91,10 @@ def test_an_input_that_is_not_there_is_named(given: list[str], override: str, me
     ("source", "message"),
     [
         ("def reward(:\n", r"reward.py line 1 is not Python: .*; mend it"),
-        ("def other(): ...\nclass Judge: ...\n", "has no 'reward'; it has other, Judge$"),
+        (
+            "def other(): ...\nclass Judge: ...\n",
+            "has no 'reward'; it has other, Judge: name one of them$",
+        ),
         ("def reward(text): ...\n", "reward, line 1, must take the keyword arguments"),
         ("", "it has none$"),
         ("from no_such_package.a import reward\n", "reward.py imports no_such_package, which"),
