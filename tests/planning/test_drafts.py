@@ -1,16 +1,18 @@
 """Trained layers for multi-token prediction take parameters, memory and operations."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.activations import Activations
-from mcore_rl.planning.memory import predict_trainer
+from mcore_rl.planning.memory import predict_engine, predict_trainer
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.resident_memory import NO_LINKS
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
 from mcore_rl.weights.hf.flops import ModelFlops
+from mcore_rl.weights.models import hf_tensor_shapes
 from tests.planning.test_activations import one_pass
 
 FACTS = ModelFacts.read("recipes/model/deepseek_v3")
@@ -51,3 +53,21 @@ def test_states_of_the_layer_lie_on_the_last_stage() -> None:
     for what in ("weights", "gradients", "optimizer"):
         assert with_layer[what] > last[what]
     assert "drafts" in with_layer and "drafts" not in last
+
+
+def test_engines_that_guess_with_the_layer_hold_and_receive_one_layer_more() -> None:
+    """The engines compute in one rank each, so that nothing is cut."""
+    kept = ("rollout.tp=1", "rollout.ep=1", "train.mtp_loss=0.1")
+    runs = [
+        PlannedRun.make(load_recipe("glm_4_5_air_dapo_32", [*kept, *settings]))
+        for settings in ((), ("rollout.speculate=mtp",))
+    ]
+    [plain], [guessing] = (predict_engine(run, NO_LINKS) for run in runs)
+    policy = runs[0].models.policy
+    shapes, of_all = (
+        hf_tensor_shapes(facts.config) for facts in (policy, policy.choose_trained(0.1))
+    )
+    own = sum(prod(of_all[name]) for name in of_all.keys() - shapes.keys())
+    assert abs(guessing["weights"] - plain["weights"] - 2 * own) < 1e-3 * own
+    layers = policy.sizes["layers"]
+    assert guessing["KV cache"] == plain["KV cache"] * (layers + 1) / layers
