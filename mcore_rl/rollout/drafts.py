@@ -5,7 +5,9 @@ n-grams of what was seen -> tree of drafts -> tell_drafts_apart -> SGLang verifi
                           meta_info[COUNTS] of an answer <- count_drafts, by version of weights
 """
 
+import os
 import shutil
+import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -46,8 +48,13 @@ def make_speculation(method: str, num_tokens: int) -> Speculation | None:
     return None if method == "none" else Speculation(method, num_tokens)
 
 
-def check_compilers() -> None:
-    """Raise ValueError if SGLang could not compile its n-grams, as it does at the first start."""
+def find_compilers() -> None:
+    """Put the programs of this interpreter's environment last in PATH, such as its ninja.
+
+    Raises ValueError if SGLang could not compile its n-grams, as it does at the first start.
+    """
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = os.pathsep.join([path, sysconfig.get_path("scripts")])
     if shutil.which("ninja") is None or not any(map(shutil.which, COMPILERS)):
         raise ValueError(
             "rollout.speculate=ngram: SGLang compiles its n-grams with ninja and a C++ compiler"

@@ -149,7 +149,7 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
     if server_args.speculative_algorithm is not None:
         set_ups.append(drafts.count_drafts)
     if server_args.speculative_algorithm == drafts.NGRAM:
-        drafts.check_compilers()
+        drafts.find_compilers()
         set_ups.append(drafts.tell_drafts_apart)
     if server_args.speculative_algorithm == drafts.MTP:
         set_ups.append(drafts.show_draft_model)

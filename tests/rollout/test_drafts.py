@@ -1,5 +1,7 @@
 """Drafts of engines that speculate: none repeats another, and passes are counted by version."""
 
+import os
+import sysconfig
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from mcore_rl.rollout import drafts
 from mcore_rl.rollout.drafts import (
     DraftCounter,
-    check_compilers,
+    find_compilers,
     make_speculation,
     measure_drafts,
     move_repeated,
@@ -58,11 +60,13 @@ def test_an_engine_gets_the_options_of_its_drafts(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_compilers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/bin")
     monkeypatch.setattr(drafts.shutil, "which", lambda name: "/bin/x")
-    check_compilers()
+    find_compilers()
+    assert os.environ["PATH"] == f"/bin:{sysconfig.get_path('scripts')}"
     monkeypatch.setattr(drafts.shutil, "which", lambda name: None if name == "ninja" else "/bin/x")
     with pytest.raises(ValueError, match=r"with ninja and a C.* set rollout.speculate=none"):
-        check_compilers()
+        find_compilers()
 
 
 def test_passes_are_counted_by_version() -> None:
