@@ -16,6 +16,7 @@ pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
 SETTINGS = ("eval.data=[]", "checkpoint.export_hf=false")
 COLLECTOR = "ray::collector_rank0"
+FOUR_SAVED = ("run.steps=4", "checkpoint.every_steps=1", "checkpoint.asynchronous=false")
 HELD_REWARD = """
 import time
 from pathlib import Path
@@ -51,6 +52,20 @@ def spare_node(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
     nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=3"]
     apart = ["cluster.separate_nodes=true", "cluster.cpus_per_rank=1", "rollout.engines=1"]
     run = SubmittedRun([*settings, *nodes, *apart], tmp_path / "run")
+    yield run
+    run.kill()
+
+
+COLOCATED = ("cluster.colocated=true", "rollout.stage_weights=false", "rollout.restarts=0")
+
+
+@pytest.fixture
+def colocated(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
+    """Three nodes: two have a trainer rank and the engine on its GPU each, one is spare."""
+    settings = [*tiny_settings(arithmetic), *SETTINGS, *COLOCATED, *FOUR_SAVED]
+    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=3"]
+    engines = ["rollout.engines=2", "cluster.cpus_per_rank=1"]
+    run = SubmittedRun([*settings, *nodes, *engines], tmp_path / "run")
     yield run
     run.kill()
 
@@ -128,3 +143,29 @@ def test_the_only_engine_moves_to_a_spare_node_with_its_collector(
     assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
     assert_books_balance(run.run_dir, num_steps=4)
     run.wait_until_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_node_of_colocated_engines_ends_the_run_and_says_how_to_go_on(
+    colocated: SubmittedRun, start: Start
+) -> None:
+    run = colocated
+    run.wait_for("step 3: train", 600)
+    assert sorted(who for _, who in seated(run)) == [
+        "trainer rank 0; engine 0",
+        "trainer rank 1; engine 1",
+    ]
+    lost = next(node for node, _ in seated(run) if node != "node0")
+    run.kill_raylet(f"127.0.0.{int(lost.removeprefix('node')) + 2}")
+    run.wait_ended(status=1, timeout_s=200)
+    [address] = re.findall(rf"node {lost} \((\S+)\): trainer", run.controller_log())
+    named = rf"engine http://{address}:\d+ failed|engine rank \d \(.*node {lost}.*\) died"
+    assert re.search(named, run.printed()), run.printed()
+    assert re.search(r"the same command goes on after step [23] of 4", run.printed())
+    run.wait_until_nothing_is_left()
+    again = start("train", *SETTINGS, *COLOCATED, *FOUR_SAVED, run_dir=run.run_dir)
+    assert again.finish() == 0, again.tail()
+    assert re.search(r"resumed from .*step_00000[23]\n", again.tail(10**6)), again.tail()
+    steps = [line["step"] for line in again.metrics() if "loss/total" in line]
+    assert steps == list(range(1, 5))
+    assert_books_balance(run.run_dir, num_steps=4)
