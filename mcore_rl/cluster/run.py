@@ -53,11 +53,11 @@ from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.adapters import AdapterSlots
-from mcore_rl.rollout.drafts import make_speculation
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint, check_served_path, find_endpoint
+from mcore_rl.rollout.speculation import make_speculation
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG

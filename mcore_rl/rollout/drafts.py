@@ -9,7 +9,6 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,32 +19,9 @@ from mcore_rl.weights.models.mtp import DRAFT_MODEL
 
 COUNTS = "draft_counts"
 """Name in an engine's answer of what `count_drafts` has counted."""
-NGRAM, MTP = "NGRAM", "EAGLE"
-"""SGLang's names of ways to guess."""
 COMPILERS = ("c++", "g++", "clang++")
 DraftCounts = Mapping[WeightVersion, tuple[int, int]]
 """Version of weights -> (passes that verified drafts, drafts that they accepted)."""
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How an engine guesses, and how many tokens for each request at a time."""
-
-    method: str
-    num_tokens: int
-
-    def list_flags(self) -> list[str]:
-        """Return SGLang's options, whose number of drafts includes the token that they follow."""
-        flags = ["--speculative-num-draft-tokens", str(self.num_tokens + 1)]
-        if self.method == "ngram":
-            return ["--speculative-algorithm", NGRAM, *flags]
-        flags += ["--speculative-num-steps", str(self.num_tokens), "--speculative-eagle-topk", "1"]
-        return ["--speculative-algorithm", MTP, *flags]
-
-
-def make_speculation(method: str, num_tokens: int) -> Speculation | None:
-    """Return what rollout.speculate and rollout.speculate_tokens ask for."""
-    return None if method == "none" else Speculation(method, num_tokens)
 
 
 def find_compilers() -> None:

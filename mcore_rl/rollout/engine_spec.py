@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from mcore_rl.process.network import is_loopback
 from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.adapters import AdapterSlots
-from mcore_rl.rollout.drafts import Speculation
+from mcore_rl.rollout.speculation import Speculation
 
 UNCOMPILED = "--uncompiled"
 """Argument of mcore_rl.rollout.server; see EngineSpec.compiled."""

@@ -22,7 +22,7 @@ from mcore_rl.process.network import bind_meetings_to_their_host
 from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.rollout import drafts, image_request, mamba_decay
+from mcore_rl.rollout import drafts, image_request, mamba_decay, speculation
 from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
 from mcore_rl.rollout.engine_spec import (
     ADAPTERS,
@@ -148,10 +148,10 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_keys)
     if server_args.speculative_algorithm is not None:
         set_ups.append(drafts.count_drafts)
-    if server_args.speculative_algorithm == drafts.NGRAM:
+    if server_args.speculative_algorithm == speculation.NGRAM:
         drafts.find_compilers()
         set_ups.append(drafts.tell_drafts_apart)
-    if server_args.speculative_algorithm == drafts.MTP:
+    if server_args.speculative_algorithm == speculation.MTP:
         set_ups.append(drafts.show_draft_model)
     architectures = read_config(server_args.model_path).get("architectures") or ()
     if mamba_decay.ARCHITECTURES & set(architectures):

@@ -11,13 +11,13 @@ from mcore_rl.rollout import drafts
 from mcore_rl.rollout.drafts import (
     DraftCounter,
     find_compilers,
-    make_speculation,
     measure_drafts,
     move_repeated,
     read_counts,
     sum_counts,
 )
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.speculation import make_speculation
 from mcore_rl.types import WeightVersion
 
 OLD, NEW = WeightVersion(3), WeightVersion(4)

@@ -15,9 +15,10 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from mcore_rl.rollout.drafts import Speculation, read_counts, sum_counts
+from mcore_rl.rollout.drafts import read_counts, sum_counts
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.speculation import Speculation
 from mcore_rl.types import WeightVersion
 from tests.scenarios.agents.test_versions import (
     changes_of,
