@@ -235,6 +235,11 @@ MOE = (
 )
 
 
+def match_mtp(config: HfConfig) -> str:
+    """Return the names of layers for multi-token prediction, unless config.json says: none."""
+    return r"mtp\..*" if config.get("mtp_num_hidden_layers", 1) else ""
+
+
 def _make_family(
     architecture: str, projections: tuple[Rule, ...], *, moe: bool, **supported: tuple[Any, ...]
 ) -> Family:
@@ -246,7 +251,7 @@ def _make_family(
         make_moe_options if moe else make_options,
         {**SETTINGS, **supported},
         refusal=find_refusal,
-        carried=lambda config: r"mtp\..*",
+        carried=match_mtp,
         rotary_share=lambda config: read_rotary_share(config, default=0.25),
         is_linear=is_linear_layer,
         explicit=EXPLICIT,
