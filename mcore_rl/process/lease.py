@@ -125,13 +125,20 @@ class _Lease:
                 return
 
     def _create(self) -> bool:
-        """Make the file, with this process as the holder; return False if there is one."""
+        """Make the file, with this process as the holder; return False if there is one.
+
+        On a full disk no file is left, for which the next start would wait.
+        """
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
             return False
-        with open(descriptor, "wb") as file:
-            file.write(self._own.encode())
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(self._own.encode())
+        except OSError:
+            self._path.unlink()
+            raise
         return True
 
     def _watch(self, found: _Entry) -> bool:

@@ -19,6 +19,7 @@ from mcore_rl.process.lease import (
     hold_lease,
     read_boot_id,
 )
+from tests.support.small_disks import mounted
 
 HOLDER = """
 import os, sys, time
@@ -176,6 +177,15 @@ def test_a_disk_that_fails_costs_beats_and_not_the_lease(path: Path) -> None:
         while json.loads(path.read_text())["beat"] == beat:
             assert time.monotonic() < until_s, "no more beats"
             time.sleep(0.05)
+
+
+def test_a_full_disk_leaves_no_lease_that_a_start_would_wait_for(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=64k") as disk:
+        (disk / "filler").write_bytes(bytes(64 * 1024))
+        lease = hold_lease(disk / "run.lease", True, never)
+        with pytest.raises(OSError, match="No space left"), lease:
+            pass
+        assert not (disk / "run.lease").exists()
 
 
 def test_a_few_late_beats_cost_no_lease() -> None:
