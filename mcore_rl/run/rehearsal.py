@@ -33,6 +33,7 @@ from mcore_rl.run.rehearsal_inputs import smallest_servers, with_tiny_sections, 
 from mcore_rl.tasks.arithmetic import vocabulary
 from mcore_rl.tasks.tiny_models import SPECIAL_TOKENS
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.qwen_delta_net import LINEAR, SOFTMAX
 from mcore_rl.weights.models.settings import read_rope
 
@@ -299,6 +300,10 @@ def _smallest_served(model: ServedModelConfig) -> ServedModelConfig:
     return replace(model, engines=1, tp=1, ep=1, pp=1, kv_cache_len=KV_CACHE_LEN, sglang=sglang)
 
 
+ROTATED = 8
+"""Numbers of a head that three axes rotate, at least."""
+
+
 def tiny_config(
     hf_config: Mapping[str, Any], num_layers: int, *, trains_mtp: bool = False
 ) -> dict[str, Any]:
@@ -335,4 +340,9 @@ def tiny_config(
         tiny[key] = SPECIAL_TOKENS.index("<|pad|>" if key.startswith("pad") else "<|end|>")
     tiny["torch_dtype"] = "float32"
     section = read_rope(hf_config).get("mrope_section")
-    return with_tiny_sections(tiny, section) if section else tiny
+    if not section:
+        return tiny
+    if tiny.get("head_dim"):  # three axes share what is rotated of it
+        share = family_of(hf_config).rotary_share(hf_config)
+        tiny["head_dim"] = max(tiny["head_dim"], int(ROTATED / share))
+    return with_tiny_sections(tiny, section)

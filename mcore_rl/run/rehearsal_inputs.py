@@ -37,13 +37,25 @@ TINY_TOWER: Mapping[str, Any] = {
     "fullatt_block_indexes": [1],
     "init_pos_emb_height": 4,
     "init_pos_emb_width": 4,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 1],
 }
 """Replacements for sizes in vision_config; keys that the tower lacks are not added."""
 SPREAD = 0.08
 """Standard deviation of random weights. With 0.02 the embeddings of GLM-4.5V's images are so small
 that the epsilons of norms count.
 """
+QWEN3 = {
+    **PROCESSOR,
+    "processor_class": "Qwen3VLProcessor",
+    "patch_size": 16,
+    "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32},
+}
 PROCESSORS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3VLForConditionalGeneration": QWEN3,
+    "Qwen3VLMoeForConditionalGeneration": QWEN3,
+    "Qwen3_5ForConditionalGeneration": QWEN3,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3,
     "Glm4vMoeForConditionalGeneration": {
         **PROCESSOR,
         "processor_class": "Glm4vProcessor",
@@ -123,7 +135,7 @@ def nest_text_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any
         "vocab_size": len(words),
     }
     vision = read_vision_settings(tiny)
-    tower = {key: TINY_TOWER.get(key, value) for key, value in vision.items()}
+    tower = {key: TINY_TOWER.get(key, value) if value else value for key, value in vision.items()}
     if "out_hidden_size" in vision:
         tower["out_hidden_size"] = tiny["hidden_size"]
     tower["initializer_range"] = SPREAD

@@ -16,11 +16,12 @@ from mcore_rl.weights.models import family_of, hf_tensor_shapes, refuse_unsuppor
 from mcore_rl.weights.models.recipe_checks import check_layout
 from mcore_rl.weights.models.settings import read_rope
 
-SECTIONED = ("qwen2_5_vl_7b", "glm_4_5v")
+SECTIONED = ("qwen2_5_vl_7b", "glm_4_5v", "qwen3_5_35b_a3b")
 MODELS = {
     "qwen2_5_vl_7b": "image_token_id",
     "glm_4_5v": "image_token_id",
     "kimi_vl_a3b": "media_placeholder_token_id",
+    "qwen3_5_35b_a3b": "image_token_id",
 }
 """Model -> the key of config.json that names its placeholder."""
 WORDS = ["<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
@@ -64,7 +65,9 @@ def test_inputs_are_questions_about_pictures(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert len(pq.read_table(tmp_path / "train.parquet").to_pylist()[0]["images"]) == 1
     processor = ImageProcessor(tmp_path / "model")
-    assert processor.pixels_per_token == 28 * 28
+    patch = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())["patch_size"]
+    assert patch == config["vision_config"]["patch_size"]
+    assert processor.pixels_per_token == (2 * patch) ** 2
     assert processor.most_tokens == 64
     vocabulary = json.loads((tmp_path / "model" / "tokenizer.json").read_text())["model"]["vocab"]
     assert config["text_config"]["vocab_size"] == len(vocabulary)
