@@ -43,7 +43,7 @@ from mcore_rl.process.disk import (
 )
 from mcore_rl.process.file_list import INCOMPLETE, MANIFEST, find_fault
 from mcore_rl.process.file_lock import LockedError, hold_lock
-from mcore_rl.process.lease import LeaseHeldError, hold_lease
+from mcore_rl.process.lease import hold_lease
 from mcore_rl.process.log_files import rotate
 from mcore_rl.process.redaction import RedactingFormatter
 
@@ -86,7 +86,7 @@ class RunFolder:
                     is_locked = stack.enter_context(hold_lock(self.path / "run.lock"))
                     lease = hold_lease(self.path / "run.lease", is_locked, _end_at_once)
                     stack.enter_context(lease)
-            except (LockedError, LeaseHeldError) as error:
+            except LockedError as error:
                 raise ValueError(
                     f"the run folder {self.path} is in use by {error.holder}: wait until that run"
                     " ends, stop it, or choose another run.dir"

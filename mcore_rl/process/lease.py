@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mcore_rl.process.file_lock import describe_holder
+from mcore_rl.process.file_lock import LockedError, describe_holder
 
 BEAT_S = 5.0
 DEADLINE_S = 60.0
@@ -29,14 +29,6 @@ POLL_S = 0.2
 _CONFIRM_S = 2.0
 _SIZE = 512
 """Bytes of the file: a constant, so that a renewal never needs more of a full disk."""
-
-
-class LeaseHeldError(ValueError):
-    """Another process, `holder`, renews the lease."""
-
-    def __init__(self, path: Path, holder: str) -> None:
-        super().__init__(f"{path} is held by {holder}")
-        self.holder = holder
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ def hold_lease(
     lose         called with a message, in a thread, once another process has taken the lease
     deadline_s   how long a lease that is found must stay unchanged until it is taken over
 
-    Raises LeaseHeldError if another process renews the lease meanwhile.
+    Raises LockedError if another process renews the lease meanwhile.
     """
     lease = _Lease(path, deadline_s)
     lease.take(is_locked)
@@ -121,7 +113,7 @@ class _Lease:
                 self._write()
                 time.sleep(_CONFIRM_S)  # another start may have waited as long, and written, too
                 if not self._is_own():
-                    raise LeaseHeldError(self._path, self._read().holder)
+                    raise LockedError(self._path, self._read().holder)
                 return
 
     def _create(self) -> bool:
@@ -156,7 +148,7 @@ class _Lease:
             except FileNotFoundError:
                 return False
             if now != found:
-                raise LeaseHeldError(self._path, now.holder)
+                raise LockedError(self._path, now.holder)
         return True
 
     def keep(self, is_over: threading.Event, beat_s: float, lose: Callable[[str], None]) -> None:

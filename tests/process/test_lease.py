@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.process.file_lock import LockedError
 from mcore_rl.process.lease import (
     BEAT_S,
     DEADLINE_S,
-    LeaseHeldError,
     hold_lease,
     read_boot_id,
 )
@@ -88,7 +88,7 @@ def test_a_holder_that_lives_is_named_at_once(path: Path, start: Start) -> None:
     holder = start()
     assert read_line(holder) == "held"
     with (
-        pytest.raises(LeaseHeldError, match=rf"process {holder.pid} on \S+ since 20"),
+        pytest.raises(LockedError, match=rf"process {holder.pid} on \S+ since 20"),
         hold_lease(path, False, never, deadline_s=60.0),
     ):
         pass
