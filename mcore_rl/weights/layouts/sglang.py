@@ -27,10 +27,10 @@ from mcore_rl.weights.layouts.sglang_models import (
     EMBEDDING_ON_EVERY_STAGE,
     EXPERT_AXIS,
     HEAD_ON_EVERY_STAGE,
-    QWEN3_5_MODELS,
     RULES,
     RULES_OF,
     SHARED_EXPERTS,
+    WITH_WHOLE_EMBEDDING_BY_DP,
     SGLangSizes,
     refuse_unserved,
 )
@@ -166,7 +166,8 @@ class SGLangLayout(StagedLayout):
         if sizes.whole_shared_experts and module.startswith(SHARED_EXPERTS):
             return WHOLE
         architecture = self._tensors.family.architecture
-        if module == "model.embed_tokens" and sizes.dp > 1 and architecture in QWEN3_5_MODELS:
+        has_whole_embedding = sizes.dp > 1 and architecture in WITH_WHOLE_EMBEDDING_BY_DP
+        if module == "model.embed_tokens" and has_whole_embedding:
             return WHOLE
         rule = find_tower_rule(architecture, entry)
         if rule is None:

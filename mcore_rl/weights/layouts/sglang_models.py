@@ -108,6 +108,7 @@ WITH_HEAD_BY_DP = {
     QWEN3_5,
     QWEN3_5_MOE,
 }
+WITH_WHOLE_EMBEDDING_BY_DP = {*QWEN3_5_MODELS}
 WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
