@@ -166,7 +166,7 @@ class ModelGroup:
         self._replace()
 
     def find_larger(self) -> int:
-        """Return the data-parallel size that `grow` would give, that of now if there is no room.
+        """Return the data-parallel size that `grow` would give: the present one without room.
 
         Needs no call to ranks. A layout as large as the recipe's grows no more.
         """
