@@ -108,7 +108,7 @@ def test_every_function_of_the_modules_that_patch_is_in_the_list() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("layout", [EP, UNEVEN], ids=str)
+@pytest.mark.parametrize("layout", [pytest.param(EP, marks=pytest.mark.slow), UNEVEN], ids=str)
 def test_all_patches_together_are_enough(
     model_dir: str, tmp_path: Path, layout: dict[str, Any]
 ) -> None:

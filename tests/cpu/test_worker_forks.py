@@ -62,6 +62,7 @@ def test_a_worker_is_a_fork_with_what_it_was_started_with(
     ]
 
 
+@pytest.mark.slow
 def test_what_is_imported_exists_and_starts_no_thread() -> None:
     code = (
         "import sys; from importlib import import_module as i;"

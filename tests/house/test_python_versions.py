@@ -48,7 +48,7 @@ def test_the_pinned_versions_exist(python: str, tmp_path: Path) -> None:
     ("python", "extras"),
     [
         pytest.param("3.12", ("cpu", "tracking", "dev"), marks=pytest.mark.slow),
-        ("3.13", ("cpu", "tracking", "dev")),
+        pytest.param("3.13", ("cpu", "tracking", "dev"), marks=pytest.mark.slow),
         pytest.param("3.12", ("gpu", "tracking"), marks=pytest.mark.slow),
         pytest.param("3.13", ("gpu", "tracking"), marks=pytest.mark.slow),
         pytest.param("3.12", ("cpu", "clearml", "swanlab"), marks=pytest.mark.slow),

@@ -94,6 +94,7 @@ def test_the_pods_meet_and_one_of_them_reports(tmp_path: Path) -> None:
     assert "same packages" not in other, other
 
 
+@pytest.mark.slow
 def test_a_pod_that_does_not_come_is_missed(tmp_path: Path) -> None:
     [(status, report)] = run_pods(tmp_path, [0], start_s=3)
     assert status == 1 and "failed" in report and "node 1" in report, report

@@ -28,12 +28,18 @@ def load(settings: Sequence[str], command: str) -> Config:
     ("launch", "options", "files"),
     [
         ("slurm", [], {"job.sh"}),
-        (
+        pytest.param(
             "kuberay",
             ["launch.image=i", "launch.claims={runs: /mnt/runs}"],
             {"kuberay.yaml", "values.yaml"},
+            marks=pytest.mark.slow,
         ),
-        ("skypilot", ["launch.image=docker:i", "launch.volumes={/mnt/runs: v}"], {"task.yaml"}),
+        pytest.param(
+            "skypilot",
+            ["launch.image=docker:i", "launch.volumes={/mnt/runs: v}"],
+            {"task.yaml"},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_large_recipe_is_written_in_no_time(

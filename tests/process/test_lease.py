@@ -105,7 +105,10 @@ def test_a_holder_that_ends_meanwhile_is_not_waited_for(path: Path) -> None:
     ending.join()
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", "half a"])
+@pytest.mark.parametrize(
+    "content",
+    [None, "", *(pytest.param(torn, marks=pytest.mark.slow) for torn in ("{}", "half a"))],
+)
 def test_a_dead_holder_is_waited_for_until_the_deadline(
     content: str | None, path: Path, start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:

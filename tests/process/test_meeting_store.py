@@ -41,7 +41,7 @@ dist.barrier()
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", ["rendezvous", "store"])
+@pytest.mark.parametrize("kind", ["rendezvous", pytest.param("store", marks=pytest.mark.slow)])
 def test_ranks_meet_and_listen_on_loopback_only(kind: str) -> None:
     port = find_free_port("127.0.0.1")
     ranks = [

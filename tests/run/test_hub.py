@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,29 +29,39 @@ import json, sys
 from mcore_rl.config import Config, EvalSetConfig
 from mcore_rl.config.tree import with_settings
 from mcore_rl.run.hub import fetch_inputs
-settings = json.loads(sys.argv[2])
-settings["eval.sets"] = [EvalSetConfig(**each) for each in settings.pop("eval.sets", [])]
-config = with_settings(Config(), settings)
-config = fetch_inputs(config, sys.argv[1])
-files = [*config.data.train, *config.eval.files]
-print(json.dumps([config.model.path, config.model.revision, files]))
+for command, settings in json.loads(sys.argv[1]):
+    settings["eval.sets"] = [EvalSetConfig(**each) for each in settings.pop("eval.sets", [])]
+    try:
+        config = fetch_inputs(with_settings(Config(), settings), command)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+        continue
+    files = [*config.data.train, *config.eval.files]
+    print(json.dumps([config.model.path, config.model.revision, files]))
 """
+Fetched = tuple[Path, str | None, list[str]]
+"""The model's folder and revision, and the files with data."""
 
 
 def fetch(
-    home: Path, endpoint: str, command: str, settings: Mapping[str, object]
-) -> tuple[Path, str | None, list[str]]:
-    """In a process of its own, because huggingface_hub reads the environment when it is
-    imported.
+    home: Path, endpoint: str, *asked: tuple[str, Mapping[str, object]]
+) -> list[Fetched | str]:
+    """Return what each pair of a command and its settings fetches, or the text of its error.
+
+    In a process of its own, because huggingface_hub reads the environment when it is imported.
     """
     environment = {**os.environ, "HF_HOME": str(home), "HF_ENDPOINT": endpoint}
     environment.pop("HF_HUB_OFFLINE", None)
-    argv = [sys.executable, "-c", FETCH, command, json.dumps(settings)]
+    argv = [sys.executable, "-c", FETCH, json.dumps(asked)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(done.stderr.splitlines()[-1])
-    path, revision, data = json.loads(done.stdout)
-    return Path(path), revision, data
+    assert done.returncode == 0, done.stderr
+    answers = map(json.loads, done.stdout.splitlines())
+    return [each if isinstance(each, str) else (Path(each[0]), *each[1:]) for each in answers]
+
+
+def fetched(answer: Fetched | str) -> Fetched:
+    assert not isinstance(answer, str), answer
+    return answer
 
 
 def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path: Path) -> None:
@@ -61,22 +72,26 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
         "eval.sets": [{"name": "sums", "path": "hf://datasets/me/sums@v2/data/train.jsonl"}],
     }
     with fake_hub({"me/tiny": MODEL}, {"me/sums": DATA}) as endpoint:
-        planned, _, _ = fetch(tmp_path, endpoint, "plan", {"model.path": "me/tiny"})
-        assert [path.name for path in planned.iterdir()] == ["config.json"]
-        path, revision, data = fetch(tmp_path, endpoint, "train", settings)
-        with pytest.raises(ValueError, match=r"model.path=me/other: .* does not give it"):
-            fetch(tmp_path, endpoint, "train", {"model.path": "me/other"})
-        with pytest.raises(ValueError, match=r"the data set me/sums has no such file"):
-            wrong = {"data.train": ["hf://datasets/me/sums/none.jsonl"]}
-            fetch(tmp_path, endpoint, "train", wrong)
+        [plan] = fetch(tmp_path, endpoint, ("plan", {"model.path": "me/tiny"}))
+        assert [path.name for path in fetched(plan)[0].iterdir()] == ["config.json"]
+        first, other, no_file = fetch(
+            tmp_path,
+            endpoint,
+            ("train", settings),
+            ("train", {"model.path": "me/other"}),
+            ("train", {"data.train": ["hf://datasets/me/sums/none.jsonl"]}),
+        )
+    assert re.search(r"model.path=me/other: .* does not give it", str(other))
+    assert "the data set me/sums has no such file" in str(no_file)
+    path, revision, data = fetched(first)
     names = {file.name for file in path.iterdir()}
     assert names == {"config.json", "tokenizer.json", "model.safetensors"}
     assert path.name == COMMITS["v2"] and revision is None
     assert data[0] == "local.jsonl"
     assert Path(data[1]).read_bytes() == DATA["data/train.jsonl"]
     assert data[2:] == data[1:2], "a held-out set is fetched, too"
-    again, _, _ = fetch(tmp_path, endpoint, "train", settings)
-    assert again == path, "no server answers any more"
+    [again] = fetch(tmp_path, endpoint, ("train", settings))
+    assert fetched(again)[0] == path, "no server answers any more"
 
 
 def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:
@@ -84,8 +99,8 @@ def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:
         "model.path=me/tiny: it is not here, and the Hugging Face hub cannot be reached .*"
         "run `hf download me/tiny` and copy .* set HF_HOME"
     )
-    with pytest.raises(ValueError, match=message):
-        fetch(tmp_path, "http://127.0.0.1:9", "train", {"model.path": "me/tiny"})
+    [answer] = fetch(tmp_path, "http://127.0.0.1:9", ("train", {"model.path": "me/tiny"}))
+    assert re.search(message, str(answer))
 
 
 def test_a_filled_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def test_short_statements_are_compared_as_a_whole() -> None:
     assert found([row("add b , at most 9", [])], [row("add b , at most 8", [])]) == []
 
 
+@pytest.mark.slow
 def test_generated_problems_do_not_overlap_and_a_planted_one_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,9 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-@pytest.mark.parametrize("kind", ["arithmetic", "countdown", "cartpole", "code"])
+@pytest.mark.parametrize(
+    "kind", ["arithmetic", "countdown", "cartpole", pytest.param("code", marks=pytest.mark.slow)]
+)
 def test_made_problems_are_written_where_the_user_wants(kind: str, tmp_path: Path) -> None:
     assert parse(kind).out == Path("data", kind)
     args = parse(kind, "--out", str(tmp_path / "there"), "--seed", "3")

@@ -173,6 +173,7 @@ def place_of(part: list[int], ids: list[int]) -> int:
     return places[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again_costs_no_episode(recording: Path) -> None:
     """Kill -9 while nobody looks: the search waits, with back-off, until the server is back."""
     server = Served("--replay", str(recording))

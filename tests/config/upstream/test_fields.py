@@ -58,6 +58,7 @@ print(*sorted(known))
 """
 
 
+@pytest.mark.slow
 def test_fields_are_those_of_sglangs_server() -> None:
     run = subprocess.run(
         [sys.executable, "-c", SGLANG_FIELDS], capture_output=True, text=True, check=True

@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mcore_rl.rollout.server import find_package
 from tests.support.image_requests import write_served_model
 from tests.support.tiny_vision import load_vision_model
 
 
+@pytest.mark.slow
 def test_the_projectors_norm_has_the_epsilon_of_transformers(tmp_path: Path) -> None:
     folder = write_served_model(tmp_path, "glm4v_moe")
     process = subprocess.run(

@@ -21,6 +21,7 @@ from tests.support.odd_images import encode, noise
 MODULE = "mcore_rl.rollout.vision_models.kimi_vl"
 
 
+@pytest.mark.slow
 def test_our_class_is_served_and_still_needed(tmp_path: Path) -> None:
     folder = write_served_model(tmp_path / "model", "kimi_vl")
     process = subprocess.run(

@@ -122,6 +122,7 @@ def test_no_header_makes_a_path_another_one(engine: EngineProcess, host: str) ->
         assert status in (400, 401, 403), path
 
 
+@pytest.mark.slow
 def test_every_route_of_sglang_is_closed_unless_it_is_listed() -> None:
     listing = subprocess.run(
         [sys.executable, "-c", LIST_ROUTES], capture_output=True, text=True, timeout=120

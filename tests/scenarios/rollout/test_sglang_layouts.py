@@ -155,11 +155,6 @@ def test_every_rank_loads_what_the_rule_says(tmp_path: Path) -> None:
         write_model(kind, tmp_path / str(i), **changes)
         folder = str(tmp_path / str(i))
         cases.append({"hf_dir": folder, "dtype": dtype, "loader": "cpu", "sizes": sizes})
-    check_ranks(cases)
-
-
-def test_every_rank_loads_as_on_gpus_what_the_rule_says(tmp_path: Path) -> None:
-    cases = []
     for kind, changes, sizes in JOINED:
         folder = str(write_model(kind, tmp_path / kind, **changes))
         cases.append({"hf_dir": folder, "dtype": "bfloat16", "loader": "gpu", "sizes": sizes})

@@ -50,6 +50,7 @@ def test_a_first_step_has_the_size_of_the_learning_rate_and_the_sign_of_the_grad
         torch.testing.assert_close(after[name] - before[name], wanted, rtol=0, atol=1e-6, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_layouts_agree_with_one_process_and_resume_in_each_other(
     model: ModelConfig, one_process: tuple[Path, Any]

@@ -21,7 +21,7 @@ from tests.support.tiny_training import (
     write_hf_model,
 )
 
-NUM_STEPS = 7
+NUM_STEPS = 5
 STEPS_BEFORE_ALARM = 3
 SLOW_RANK = 2
 

@@ -118,7 +118,13 @@ def reserve(memory: KeptMemory, name: str, layout: Layout) -> list[list[str]]:
     ("earlier", "layout", "dtype", "optimizer"),
     [
         ({"dp": 2}, {"dp": 1}, "bfloat16", ADAM),
-        ({"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 2, "dp": 1}, "float32", ADAM),
+        pytest.param(
+            {"tp": 2, "ep": 2, "dp": 2},
+            {"tp": 2, "ep": 2, "dp": 1},
+            "float32",
+            ADAM,
+            marks=pytest.mark.slow,
+        ),
         ({"dp": 1}, {"dp": 2}, "bfloat16", ADAM),
         pytest.param(
             {"tp": 2, "ep": 2, "dp": 1},

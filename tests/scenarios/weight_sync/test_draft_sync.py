@@ -164,7 +164,7 @@ def test_guesses_follow_the_policy(trainer: Trainer) -> None:
 
 def test_tokens_are_drawn_with_the_policys_probabilities(trainer: Trainer) -> None:
     trainer.sync(1)
-    answers = [answer for _ in range(4) for answer in trainer.draw(1.0, 240)]
+    answers = [answer for _ in range(2) for answer in trainer.draw(1.0, 240)]
     model = load_model(trainer.versions[1])
     logprobs, tokens = [], []
     for i, answer in enumerate(answers):

@@ -73,6 +73,7 @@ def test_wrong_requests_are_named() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_refused_while_health_is_answered() -> None:
     async def main() -> None:
         async with serving(max_waiting=1, busy_status=504) as client:

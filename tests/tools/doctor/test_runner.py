@@ -87,6 +87,7 @@ def test_the_files_of_a_check_that_fails_stay_but_not_its_weights(
     assert not (folder / "of_an_earlier_check").exists()
 
 
+@pytest.mark.slow
 def test_a_check_that_may_take_longer_than_is_left_is_skipped_by_name(
     tmp_path: Path, capsys
 ) -> None:

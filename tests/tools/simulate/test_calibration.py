@@ -69,6 +69,7 @@ def test_a_calibration_finds_how_much_slower_a_run_was(tmp_path: Path) -> None:
     assert found.response_spread == pytest.approx(0.4, abs=0.15)
 
 
+@pytest.mark.slow
 def test_predictions_of_another_mode_and_batch_are_near(tmp_path: Path) -> None:
     lens = ("simulate.response_len=2000", "simulate.response_spread=0.4")
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2", *lens))

@@ -40,12 +40,13 @@ def make(*overrides: str) -> tuple[Config, RecipeCosts]:
     return config, RecipeCosts.make(config, ReachedShares())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "partner"),
     [
         ("sync", "memory"),
-        pytest.param("one_step_off", "memory", marks=pytest.mark.slow),
-        pytest.param("one_step_off", "none", marks=pytest.mark.slow),
+        ("one_step_off", "memory"),
+        ("one_step_off", "none"),
     ],
 )
 def test_losses_cost_what_the_real_controller_loses_to_them(mode: str, partner: str) -> None:
@@ -90,6 +91,7 @@ def test_costs_of_failures_change_nothing_without_them() -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_one_slow_rank_slows_all_and_costs_effective_time() -> None:
     config, costs = make("rollout.mode=sync", "simulate.slowdown=3", "simulate.mtbf_hours=1e9")
     slow = replace(config.simulate, slow_ranks=1 / 16)

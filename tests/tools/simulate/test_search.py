@@ -16,6 +16,7 @@ def splits_of(recipe: str, num_gpus: int, *overrides: str) -> tuple[list[Simulat
     return search(config, num_gpus)
 
 
+@pytest.mark.slow
 def test_splits_use_all_gpus_and_the_fastest_comes_first() -> None:
     splits, num_refused = splits_of("qwen3_30b_a3b_grpo_32", 32)
     assert num_refused > 0, "two ranks of a trainer do not hold the model"

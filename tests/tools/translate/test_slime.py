@@ -53,7 +53,10 @@ def test_scripts_of_slime_make_recipes_that_can_be_loaded(tmp_path: Path, name: 
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("run-moonlight-16B-A3B", "moonlight_16b_a3b"), ("run-deepseek-r1", "deepseek_v3")],
+    [
+        ("run-moonlight-16B-A3B", "moonlight_16b_a3b"),
+        pytest.param("run-deepseek-r1", "deepseek_v3", marks=pytest.mark.slow),
+    ],
 )
 def test_the_plan_takes_the_recipe(tmp_path: Path, name: str, model: str) -> None:
     file = tmp_path / "made.yaml"
