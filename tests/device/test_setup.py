@@ -33,8 +33,12 @@ def actor() -> list[str]:
 
 
 def test_megatron_is_imported_without_triton(prepared: subprocess.CompletedProcess[str]) -> None:
-    assert_defect("device.setup.let_megatron_import", run(WITHOUT_TRITON + IMPORT).returncode != 0)
     assert prepared.returncode == 0, prepared.stderr
+
+
+@pytest.mark.slow
+def test_megatron_alone_is_not() -> None:
+    assert_defect("device.setup.let_megatron_import", run(WITHOUT_TRITON + IMPORT).returncode != 0)
 
 
 def test_no_terminal_shows_what_megatron_does_without(
