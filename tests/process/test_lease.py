@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.process import lease
 from mcore_rl.process.file_lock import LockedError
 from mcore_rl.process.lease import (
     BEAT_S,
@@ -38,6 +39,12 @@ except ValueError as error:
     print(error, flush=True)
 """
 Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture(autouse=True)
+def _confirmed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process; other holders look again after as long as in a run."""
+    monkeypatch.setattr(lease, "_CONFIRM_S", 0.3)
 
 
 @pytest.fixture
