@@ -10,6 +10,7 @@ parallelism makes them fewer.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.weights.models import family_of
@@ -64,6 +65,7 @@ class Activations:
         self._tokens = step.tokens / step.cp
         self._own = self._tokens / step.tp
         """Tokens of this rank in the parts of a layer that sequence parallelism cuts."""
+        self._count_alike = cache(self._count_kinds)
 
     def count_kept(self, layer: int) -> float:
         """Bytes that a layer keeps from the forward to the backward pass."""
@@ -114,6 +116,11 @@ class Activations:
 
     def _count_inner(self, layer: int, recomputed: Collection[str]) -> float:
         """Bytes inside a layer, but for what the modules `recomputed` compute again."""
+        kinds = self._family.list_kinds(self._config, layer)
+        return self._count_alike(kinds, frozenset(recomputed))
+
+    def _count_kinds(self, kinds: frozenset[str], recomputed: frozenset[str]) -> float:
+        """Return the same for all layers of these kinds."""
         count_linear = self._count_mamba if self._has_mamba else self._count_delta_net
         counts = {
             "moe": self._count_experts,
@@ -122,10 +129,7 @@ class Activations:
             "softmax": self._count_attention,
             "indexed": self._count_indexer,
         }
-        return sum(
-            counts[kind](recomputed)
-            for kind in sorted(self._family.list_kinds(self._config, layer))
-        )
+        return sum(counts[kind](recomputed) for kind in sorted(kinds))
 
     @property
     def _has_mamba(self) -> bool:

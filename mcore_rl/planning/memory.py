@@ -5,16 +5,12 @@ engine            weights, KV cache, buffers of the weight sync
 shared GPUs       the fullest of several moments (peak_memory.py)
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 from mcore_rl.config import (
     ParallelConfig,
-    RolloutConfig,
-    ServedModelConfig,
     TrainConfig,
 )
 from mcore_rl.config.upstream import Passed
@@ -26,156 +22,23 @@ from mcore_rl.planning.activations import (
     count_received_features,
     count_tower_activations,
 )
-from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter, count_on_engine
-from mcore_rl.planning.deployment import (
-    choose_served,
-    count_engine_links,
-    does_relay,
-    record_layouts,
-)
+from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter
+from mcore_rl.planning.engine_memory import count_served_bytes, predict_engine
 from mcore_rl.planning.peak_memory import UNROUNDED, RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.planning.resident_memory import (
     SyncMemory,
-    count_graph_bytes,
     count_pair_bytes,
-    count_sync_buffers,
 )
-from mcore_rl.rollout.engine_spec import STATES_PER_REQUEST
-from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
-from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.layouts.tensors import Entry
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
 from mcore_rl.weights.models.tower import PREFIX, is_frozen
 from mcore_rl.weights.models.value_head import add_value_head, has_value_head
-
-
-def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses]:
-    """Bytes per purpose of a rank of each of an engine's pipeline stages; see predict_memory."""
-    rollout = run.rollout
-    one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
-    policy = choose_served(run.models.policy, rollout)
-    fp8 = rollout.quantization == "fp8"
-    target = record_layouts(policy, run.dtype, run.parallel, one_engine, fp8=fp8).target()
-    attention_tp = rollout.tp // rollout.attention_dp
-    size = itemsize(run.dtype)
-    is_fp8 = str(rollout.sglang.get("kv_cache_dtype", "auto")).startswith("fp8")
-    kv_size = 1 if is_fp8 else size
-    num_links = count_engine_links(rollout.engines, does_relay(run.sync, rollout, run.cluster))
-    buffers = num_links * count_sync_buffers(run.sync)
-    if run.sync.verify == "destination":
-        buffers += bound_message_bytes(int(run.sync.bucket_mib * 2**20))
-    pairs = count_pair_bytes((sync or SyncMemory.count(run)).receiver_pairs)
-    stages = []
-    for stage in range(rollout.pp):
-        first_rank = stage * rollout.tp
-        layers = _find_layers(target, first_rank)
-        num_layers = len(layers)
-        kinds = _count_kinds(policy, layers)
-        num_linear = kinds["linear"]
-        weights = _count_bytes(target, first_rank)
-        derived = num_layers * _count_derived(policy.sizes, attention_tp) * size
-        kv_bytes = kinds["softmax"] * _count_kv(policy.sizes, attention_tp) * kv_size
-        uses: Uses = {
-            "weights": weights + derived,
-            "KV cache": rollout.kv_cache_len * kv_bytes,
-            "sync buffers": buffers,
-            "CUDA graphs": count_graph_bytes(rollout),
-        }
-        if "index_topk" in policy.sizes:
-            keys = rollout.kv_cache_len * kinds["indexed"]
-            uses["index keys"] = keys * _count_index_bytes(policy.sizes)
-        if pairs:
-            uses["sync communicators"] = pairs
-        if num_linear:
-            state = _count_state_bytes(policy.sizes, attention_tp, size)
-            uses["linear attention"] = _count_slots(rollout) * num_linear * state
-        if rollout.stage_weights:
-            uses["staged weights"] = weights
-        stages.append(uses | count_on_engine(run, target, first_rank))
-    return stages
-
-
-def count_served_bytes(model: ServedModelConfig) -> float:
-    """Bytes of weights per rank, by the size of the model's files; its KV cache is not counted."""
-    files = Path(model.path).glob("*.safetensors")
-    return sum(path.stat().st_size for path in files) / model.engine_ranks
-
-
-def _count_bytes(layout: Layout, rank: int) -> int:
-    return sum(box.numel * itemsize(dtype) for box, dtype in list_boxes(layout, rank))
-
-
-def _count_rounded(layout: Layout, rank: int, precision: Precision) -> int:
-    """Count the bytes of a trainer rank's matrices that are rounded while a pass runs."""
-    return sum(
-        box.numel * itemsize(dtype)
-        for box, dtype in list_boxes(layout, rank)
-        if is_rounded(precision, box.name)
-    )
-
-
-def _count_kinds(policy: ModelFacts, layers: Iterable[int]) -> Counter[str]:
-    """Return how many layers have each kind of part; those behind the model's only attend."""
-    num_layers = policy.sizes["layers"]
-    kinds: Counter[str] = Counter()
-    for layer in layers:
-        is_draft = layer >= num_layers
-        kinds.update(["softmax"] if is_draft else policy.family.list_kinds(policy.config, layer))
-    return kinds
-
-
-def _find_layers(layout: Layout, rank: int) -> set[int]:
-    """Return the layers with a tensor on the rank."""
-    names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
-    return {int(name.partition(".")[0]) for name in names}
-
-
-def _count_slots(rollout: RolloutConfig) -> int:
-    """Count the states of linear attention on a rank; one more stands for requests that pad."""
-    given = rollout.sglang.get("max_mamba_cache_size")
-    states = STATES_PER_REQUEST * rollout.max_concurrency if given is None else int(given)
-    return states // rollout.attention_dp + 1
-
-
-def _count_state_bytes(sizes: Mapping[str, int], attention_tp: int, itemsize: int) -> int:
-    """Bytes of a state of a gated delta net or a Mamba-2 layer on one rank.
-
-    They are the last inputs of the convolution, and a matrix of each head, in float32.
-    """
-    if "mamba_in" in sizes:
-        inputs = sizes["mamba_conv"] * (sizes["mamba_kernel"] - 1) * itemsize
-        matrices = sizes["mamba_inner"] * sizes["mamba_state"] // sizes["mamba_groups"]
-    else:
-        inputs = sizes["delta_qkv"] * (sizes["delta_kernel"] - 1) * itemsize
-        matrices = sizes["delta_values"] * sizes["delta_keys"] // sizes["delta_key_heads"]
-    return (inputs + matrices * FLOAT32) // attention_tp
-
-
-def _count_derived(sizes: Mapping[str, int], attention_tp: int) -> int:
-    """Numbers per layer of the two matrices that SGLang makes of kv_b_proj (latent attention)."""
-    if "kv_rank" not in sizes:
-        return 0
-    return sizes["kv_up"] * sizes["kv_rank"] // attention_tp
-
-
-def _count_kv(sizes: Mapping[str, int], attention_tp: int) -> int:
-    """Numbers of the KV cache per token and layer on one rank."""
-    if "kv_rank" in sizes:
-        return sizes["kv_down"]
-    return 2 * max(sizes["kv_heads"] // attention_tp, 1) * sizes["head"]
-
-
-def _count_index_bytes(sizes: Mapping[str, int]) -> int:
-    """Bytes of a key of an indexer, which SGLang keeps in FP8 with a scale of 128 values."""
-    return sizes["index_head"] + sizes["index_head"] // 128 * FLOAT32
-
 
 _NO_MATRICES = ("word_embeddings", "output_layer", "router", "gate_weight", PREFIX)
 MOMENTS = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -232,6 +95,15 @@ def _is_matrix(entry: Entry) -> bool:
         len(shape) == 2
         and min(shape) > 1
         and not any(part in entry.rule.key for part in _NO_MATRICES)
+    )
+
+
+def _count_rounded(layout: Layout, rank: int, precision: Precision) -> int:
+    """Count the bytes of a trainer rank's matrices that are rounded while a pass runs."""
+    return sum(
+        box.numel * itemsize(dtype)
+        for box, dtype in list_boxes(layout, rank)
+        if is_rounded(precision, box.name)
     )
 
 

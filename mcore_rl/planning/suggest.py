@@ -43,16 +43,18 @@ Replan = Callable[[Settings], PlannedRun]
 more than cluster.gpus."""
 
 
-def suggest_settings(run: PlannedRun, replan: Replan, longest_len: int) -> Settings | None:
+def suggest_settings(
+    run: PlannedRun, replan: Replan, longest_len: int, sync: SyncMemory
+) -> Settings | None:
     """Options to change so that the recipe, planned as `run`, fits; None if nothing does.
 
     longest_len   tokens of the longest sequence, which a micro-batch has to hold
+    sync          what links of the recipe take; those of other layouts take about as much
 
     Each side keeps its number of GPUs if one of its layouts fits on them, otherwise it takes the
     smallest multiple with one that does. The nearest layout has the fewest doublings and halvings.
     """
     settings: dict[str, Any] = {}
-    sync = SyncMemory.count(run)  # other layouts' links take about as much
     large = find_too_large(run.plan, predict_memory(run, sync=sync))
     parts = set()
     while large:

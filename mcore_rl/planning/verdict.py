@@ -14,6 +14,7 @@ from mcore_rl.planning.gpus import check_budget
 from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory, Side
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import SyncMemory
 from mcore_rl.planning.suggest import GIB, count_available, find_too_large, suggest_settings
 from mcore_rl.planning.sync import PlanSummary, predict_sync
 from mcore_rl.weights.plan.cost import Traffic
@@ -61,7 +62,8 @@ def judge_recipe(config: Config) -> PlanVerdict:
     run = PlannedRun.make(config)
     check_planned_sizes(run, config.data, config.drift, config.eval)
     sync = PlannedSync.make(run)
-    ranks = predict_memory(run)
+    links = SyncMemory.count(run)
+    ranks = predict_memory(run, sync=links)
     fits, sentence = judge(run.plan, ranks)
     if fits:
         return PlanVerdict(fits, sentence, run, ranks, sync)
@@ -73,7 +75,7 @@ def judge_recipe(config: Config) -> PlanVerdict:
         return PlannedRun.make(changed, run.models)
 
     longest_len = config.data.max_prompt_len + config.rollout.max_response_len
-    suggested = suggest_settings(run, replan, longest_len)
+    suggested = suggest_settings(run, replan, longest_len, links)
     return PlanVerdict(fits, f"{sentence} {_advise(suggested)}", run, ranks, sync, suggested)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.activations import Activations
-from mcore_rl.planning.memory import predict_engine, predict_trainer
+from mcore_rl.planning.engine_memory import predict_engine
+from mcore_rl.planning.memory import predict_trainer
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.resident_memory import NO_LINKS
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.memory import predict_engine
+from mcore_rl.planning.engine_memory import _find_stages, predict_engine
 from mcore_rl.planning.recipe_models import PlannedRun
-from mcore_rl.planning.resident_memory import count_sync_buffers
+from mcore_rl.planning.resident_memory import NO_LINKS, count_sync_buffers
 
 DEEPSEEK = "deepseek_v3_grpo_128"
 LAYERS, DENSE_LAYERS = 61, 3
@@ -96,3 +96,12 @@ def test_groups_of_data_parallel_attention_share_the_states() -> None:
     settings = ["rollout.max_concurrency=10", "rollout.attention_dp=2"]
     (uses,) = predict_engine(PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", settings)))
     assert uses["linear attention"] == (25 + 1) * 36 * 2 * QWEN3_NEXT_STATE
+
+
+def test_an_engine_is_weighed_once_for_all_layouts_of_the_trainer() -> None:
+    """Without that, a plan that does not fit takes minutes to find one that does."""
+    _find_stages.cache_clear()
+    for settings in ([], ["parallel.tp=2", "parallel.dp=16"], ["rollout.kv_cache_len=1000"]):
+        run = PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", settings))
+        predict_engine(run, NO_LINKS)
+    assert _find_stages.cache_info().misses == 1

@@ -19,7 +19,8 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.planning.deployment import make_deployment
-from mcore_rl.planning.memory import predict_critic, predict_engine, predict_trainer
+from mcore_rl.planning.engine_memory import predict_engine
+from mcore_rl.planning.memory import predict_critic, predict_trainer
 from mcore_rl.planning.peak_memory import Uses
 from mcore_rl.planning.recipe_models import PlannedRun, RecipeModels
 from mcore_rl.planning.sync import predict_sync
