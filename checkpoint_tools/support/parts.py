@@ -60,9 +60,18 @@ PARTS = (
     ),
     PartRule(
         "attention to keys that an indexer chooses",
-        ("index_topk", "index_n_heads", "index_head_dim"),
+        (
+            *("index_topk", "index_n_heads", "index_head_dim"),
+            *("sparse_attention_config", "indexer_n_heads"),
+        ),
         f"{ROWS}, and {MODULE} that attends to the chosen keys alone",
     ),
+    PartRule(
+        "several residual streams that layers mix (hyper-connections)",
+        ("hc_mult", "hc_count"),
+        f"{ROWS}, and a layer of its own in mcore_rl/train/model.py",
+    ),
+    PartRule("embeddings of n-grams in layers", ("ple_layer_ids",), f"{ROWS}, and {MODULE}"),
     PartRule(
         "Mamba",
         ("mamba_num_heads", "mamba_d_state", "ssm_state_size", "hybrid_override_pattern"),

@@ -67,7 +67,34 @@ LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
 
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}
 
+BLOCK_SPARSE = (
+    "its attention reads blocks of keys, which an indexer chooses for each key-value head; that of"
+    " megatron-core 0.19 chooses single keys, and has latent attention alone"
+)
+HYPER_CONNECTIONS = "several residual streams that its layers mix (hyper-connections)"
+CHANNEL_DECAY = "delta nets whose decay differs by channel"
+NOT_IN_MEGATRON = "which megatron-core 0.19 does not have"
 REFUSED: Mapping[str, str] = {
+    "MiniMaxM3SparseForConditionalGeneration": BLOCK_SPARSE,
+    "MiniMaxM3SparseForCausalLM": BLOCK_SPARSE,
+    "DeepseekV4ForCausalLM": (
+        f"it has attention to compressed keys, and {HYPER_CONNECTIONS}, {NOT_IN_MEGATRON}"
+    ),
+    "Glm5NextForConditionalGeneration": (
+        f"it has {CHANNEL_DECAY}, and {HYPER_CONNECTIONS}, {NOT_IN_MEGATRON}"
+    ),
+    "HYV4ForCausalLM": (
+        f"it has {HYPER_CONNECTIONS}, and sinks in sparse attention, {NOT_IN_MEGATRON}"
+    ),
+    "KimiLinearForCausalLM": f"it has {CHANNEL_DECAY}, {NOT_IN_MEGATRON}",
+    "KimiK3ForConditionalGeneration": (
+        f"it has {CHANNEL_DECAY}, and layers that attend to the outputs of earlier ones,"
+        f" {NOT_IN_MEGATRON}"
+    ),
+    **dict.fromkeys(
+        ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+        f"it has {HYPER_CONNECTIONS}, and embeddings of n-grams in its layers, {NOT_IN_MEGATRON}",
+    ),
     "MiniMaxForCausalLM": (
         "most of its layers have lightning attention, which Megatron does not have"
     ),

@@ -136,6 +136,34 @@ def test_an_unknown_family_names_what_would_have_to_be_written(tmp_path: Path) -
     assert {"heads of attention", "routed experts"} <= set(support.known)
 
 
+def test_minimax_m3_lacks_attention_to_blocks_of_keys(tmp_path: Path, capsys: Any) -> None:
+    text = {
+        **{key: value for key, value in MISTRAL.items() if key != "architectures"},
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sparse_attention_config": {"sparse_block_size": 128, "sparse_topk_blocks": 16},
+    }
+    config = {
+        "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"hidden_size": 64},
+    }
+    assert main(["support", str(write_config(tmp_path, config))]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("MiniMaxM3SparseForConditionalGeneration: its attention reads blocks")
+    assert "sglang: srt/models/minimax_m3_vl.py" in out
+    assert "missing part: attention to keys that an indexer chooses" in out
+    assert "routed experts" in out.partition("known parts: ")[2].splitlines()[0]
+
+
+def test_hyper_connections_are_a_part_of_their_own(tmp_path: Path) -> None:
+    support = find_support(
+        write_config(tmp_path, {**MISTRAL, "architectures": ["NoSuch"], "hc_mult": 4})
+    )
+    [part] = support.missing
+    assert "hyper-connections" in part
+
+
 @pytest.mark.parametrize(
     ("quantization", "weights"),
     [
