@@ -25,6 +25,9 @@ class PlanConfig(Options, group="plan"):
     an engine's ranks, fragmentation (docs/plan.md)."""
     expert_load: float = bounded(1.25, ge=1)
     """Tokens for the experts of the most loaded rank, divided by the mean over ranks."""
+    image_share: float = bounded(1.0, gt=0, le=1)
+    """Share of a micro-batch's tokens that stand for different images, where it is largest: of a
+    model with a vision tower. The default is more than any micro-batch has."""
 
 
 @dataclass

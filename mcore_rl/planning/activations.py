@@ -37,6 +37,7 @@ class Pass:
     recomputed      modules that the backward pass computes again, as megatron-core names them
     logprob_chunk   tokens whose logits are in memory as float32 at once
     expert_load     tokens of the most loaded rank's experts over the mean
+    image_share     tokens that stand for images, as a share of all
     sparse_kernel   whether sparse attention has a fused kernel (train.megatron.dsa_kernel_backend);
                     without one it has the scores of all pairs of tokens
     trains_indexers whether indexers learn (train.indexer_loss)
@@ -52,6 +53,12 @@ class Pass:
     expert_load: float
     sparse_kernel: bool = False
     trains_indexers: bool = False
+    image_share: float = 1.0
+
+    @property
+    def image_tokens(self) -> float:
+        """Tokens of the whole micro-batch that stand for images."""
+        return self.tokens * self.image_share
 
 
 class Activations:
@@ -281,14 +288,14 @@ GATE = PREFIX + "blocks.mlp.gate_proj.weight"
 def count_tower_activations(
     hf_config: HfConfig, step: Pass, vision: str, in_flight: float
 ) -> float:
-    """Return the bytes of activations if every token of the micro-batch is of an image.
+    """Return the bytes of activations of the tower on a micro-batch's images.
 
     vision      train.vision; blocks that are not trained keep nothing for a backward pass
     in_flight   micro-batches whose activations the stage keeps
     """
     family = family_of(hf_config)
     sizes = family.sizes(hf_config)
-    num_patches = step.tokens * merge_size(hf_config) ** 2
+    num_patches = step.image_tokens * merge_size(hf_config) ** 2
     hidden = sizes["tower_hidden"]
     # norms' inputs and outputs, queries, keys and values before and after rotation, output; gate,
     # up, activation and product, or the activation's input and output
@@ -320,20 +327,20 @@ def count_received_features(
 
 
 def _count_inner_feature(
-    sizes: Mapping[str, int], step: Pass, num_patches: int, vision: str
+    sizes: Mapping[str, int], step: Pass, num_patches: float, vision: str
 ) -> float:
     """Return the numbers that features of one inner block take, with those of their projector.
 
     Each rank has the features of all images, and those of its own tokens.
     """
-    features = sizes["hidden"] * (step.tokens + step.tokens / (step.tp * step.cp))
+    features = sizes["hidden"] * (step.image_tokens + step.tokens / (step.tp * step.cp))
     # the outputs of norm, first layer and activation
     projector = 0 if vision == "none" else 3 * sizes["tower_hidden"] * num_patches
     return features + projector
 
 
-def count_pixel_bytes(config: HfConfig, num_tokens: int) -> float:
-    """Return the bytes of the pixels of a micro-batch whose tokens all stand for images."""
+def count_pixel_bytes(config: HfConfig, num_tokens: float) -> float:
+    """Return the bytes of the pixels of images that so many tokens stand for."""
     sizes = family_of(config).sizes(config)
     num_patches = num_tokens * merge_size(config) ** 2
     return num_patches * sizes["channels"] * sizes["patch_frames"] * sizes["patch"] ** 2 * FLOAT32

@@ -9,10 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from mcore_rl.config import (
-    ParallelConfig,
-    TrainConfig,
-)
+from mcore_rl.config import ParallelConfig, PlanConfig, TrainConfig
 from mcore_rl.config.upstream import Passed
 from mcore_rl.planning.activations import (
     FLOAT32,
@@ -26,10 +23,7 @@ from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter
 from mcore_rl.planning.engine_memory import count_served_bytes, predict_engine
 from mcore_rl.planning.peak_memory import UNROUNDED, RankMemory, Side, Uses, find_peaks, name_stage
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
-from mcore_rl.planning.resident_memory import (
-    SyncMemory,
-    count_pair_bytes,
-)
+from mcore_rl.planning.resident_memory import SyncMemory, count_pair_bytes
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
@@ -151,7 +145,7 @@ def predict_trainer(run: PlannedRun, sync: SyncMemory | None = None) -> list[Use
         run.dtype,
         run.parallel,
         run.train,
-        expert_load=run.plan.expert_load,
+        plan=run.plan,
     )
     sync = sync or SyncMemory.count(run)
     for uses in stages:
@@ -170,7 +164,7 @@ def predict_critic(run: PlannedRun) -> list[Uses]:
         run.dtype,
         critic.parallel,
         replace(make_critic_training(run.train, critic), optimizer=critic.optimizer),
-        expert_load=run.plan.expert_load,
+        plan=run.plan,
     )
 
 
@@ -180,15 +174,15 @@ def _predict_training(
     parallel: ParallelConfig,
     train: TrainConfig,
     *,
-    expert_load: float,
+    plan: PlanConfig,
 ) -> list[Uses]:
     """Return the bytes per purpose of a rank of each pipeline stage of a model in training.
 
-    expert_load    tokens of the most loaded rank's experts, divided by the mean over ranks
+    plan   what is assumed of experts' load and of images
     """
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
-    step = _make_pass(dtype, parallel, train, expert_load)
+    step = _make_pass(dtype, parallel, train, plan)
     activations = Activations(hf_config, step)
     per_parameter = _count_parameter_bytes(dtype, train.optimizer.megatron, train.ddp)
     stages = []
@@ -212,7 +206,7 @@ def _predict_training(
             uses["tower's activations"] = count_tower_activations(
                 hf_config, step, train.vision, in_flight
             )
-            uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.tokens)
+            uses["pixels"] = in_flight * count_pixel_bytes(hf_config, step.image_tokens)
         if stage == parallel.pp - 1 and not has_value_head(hf_config):
             uses["logits and log-probs"] = activations.count_logits(sizes.padded_vocab)
             if train.mtp_loss:
@@ -294,9 +288,7 @@ def _count_passes(
     return kept + max(activations.count_working(layer) for layer in layers)
 
 
-def _make_pass(
-    dtype: str, parallel: ParallelConfig, train: TrainConfig, expert_load: float
-) -> Pass:
+def _make_pass(dtype: str, parallel: ParallelConfig, train: TrainConfig, plan: PlanConfig) -> Pass:
     return Pass(
         tokens=train.max_tokens_per_microbatch,
         tp=parallel.tp,
@@ -305,7 +297,8 @@ def _make_pass(
         itemsize=itemsize(dtype),
         recomputed=train.recomputed,
         logprob_chunk=train.logprob_chunk,
-        expert_load=expert_load,
+        expert_load=plan.expert_load,
+        image_share=plan.image_share,
         sparse_kernel=train.megatron.get("dsa_kernel_backend", "none") != "none",
         trains_indexers=train.indexer_loss > 0,
     )

@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.planning.activations import (
     Pass,
     count_pixel_bytes,
     count_received_features,
     count_tower_activations,
 )
+from mcore_rl.planning.memory import predict_trainer
+from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import NO_LINKS
 from mcore_rl.weights.hf.config import ModelFacts
 
 KIMI_VL = ModelFacts.read("recipes/model/kimi_vl_a3b").config
@@ -78,3 +82,25 @@ def test_moonvit_has_no_gate_and_images_without_frames() -> None:
     found = count_tower_activations(KIMI_VL, STEP, "all", in_flight=2)
     assert found == pytest.approx(BYTES * (2 * 27 * block + block))
     assert count_pixel_bytes(KIMI_VL, 100) == 100 * 4 * 3 * 14 * 14 * 4
+
+
+def test_fewer_tokens_of_images_take_less() -> None:
+    """The features of a rank's own tokens are as many as before."""
+    half = replace(STEP, image_share=0.5)
+    for config in (QWEN, KIMI_VL):
+        whole = count_tower_activations(config, STEP, "all", in_flight=2)
+        assert count_tower_activations(config, half, "all", in_flight=2) == pytest.approx(whole / 2)
+    own = 2 * 3 * 4096 * (1000 / 8) * 2
+    whole = count_tower_activations(QWEN3, STEP, "all", in_flight=2) - own
+    found = count_tower_activations(QWEN3, half, "all", in_flight=2) - own
+    assert found == pytest.approx(whole / 2)
+
+
+def test_a_recipe_says_how_many_tokens_are_of_images() -> None:
+    shares = []
+    for settings in ([], ["plan.image_share=0.5"]):
+        run = PlannedRun.make(load_recipe("qwen2_5_vl_7b_grpo_8", settings))
+        [uses] = predict_trainer(run, NO_LINKS)
+        shares.append((uses["tower's activations"], uses["pixels"], uses["activations"]))
+    (tower, pixels, language), half = shares
+    assert half == pytest.approx((tower / 2, pixels / 2, language))

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PlanConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.adapter_memory import count_adapter
 from mcore_rl.planning.memory import _predict_training
 from mcore_rl.train.offload import TRAINING, WEIGHTS, _gradients
@@ -51,7 +58,9 @@ def predict(model: ModelConfig, layout: Any, stage: int) -> Any:
     parallel = ParallelConfig(**layout)
     hf_config = read_hf_config(model.path)
     train = TrainConfig(lora=LORA)
-    uses = _predict_training(hf_config, "float32", parallel, train, expert_load=1.0)[stage]
+    uses = _predict_training(
+        hf_config, "float32", parallel, train, plan=PlanConfig(expert_load=1.0)
+    )[stage]
     sizes = MegatronSizes.from_config(parallel, hf_config)
     megatron = MegatronLayout(family_of(hf_config), hf_config, sizes, "float32")
     adapter = count_adapter(hf_config, megatron, sizes, stage, LORA)
@@ -95,7 +104,11 @@ def test_a_step_takes_what_is_predicted(tmp_path: Path) -> None:
     [(held, beside)] = run_ranks(measure_step, 1, model)
     train = TrainConfig(lora=LORA, max_tokens_per_microbatch=sum(LENS[1]))
     [uses] = _predict_training(
-        read_hf_config(model.path), "float32", ParallelConfig(), train, expert_load=1.0
+        read_hf_config(model.path),
+        "float32",
+        ParallelConfig(),
+        train,
+        plan=PlanConfig(expert_load=1.0),
     )
     assert sum(uses.values()) == pytest.approx(held + beside, rel=0.05)
     besides = sum(uses.values()) - held
