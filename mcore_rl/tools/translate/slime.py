@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.config.upstream.owned import TRANSFORMER_RULES
+from mcore_rl.tools.translate.slime_speculation import translate_mtp_loss, translate_speculation
 from mcore_rl.tools.translate.slime_training import (
     first_given,
     translate_algorithm,
@@ -109,6 +110,7 @@ OF_SLIME: Mapping[str, str] = {
     **_map("read by slime's own tests", "ci-"),
     **_map(ROUTER, "router-", "sglang-router-"),
     **_map("rollout.attention_dp", "sglang-enable-dp-attention"),
+    **_map("read with --enable-mtp-training only", "mtp-loss-"),
     **_map(CONFIG, "mtp-", "padded-vocab-size"),
 }
 OF_MEGATRON: Mapping[str, str] = {
@@ -481,6 +483,8 @@ def _translate(options: ForeignOptions) -> Found:
     yield from translate_optimizer(options)
     yield from translate_data(options)
     yield from translate_engines(options)
+    yield from translate_mtp_loss(options)
+    yield from translate_speculation(options)
     yield from translate_sampling(options)
     yield from translate_algorithm(options)
     yield from translate_critic(options)

@@ -226,7 +226,6 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "--disable-compute-advantages-and-returns": (False, OWN_ADVANTAGE),
     "--freeze-params-name-list": (None, "train.freeze_router and train.vision freeze parts"),
     "--only-train-params-name-list": (None, "train.freeze_router and train.vision freeze parts"),
-    "--enable-mtp-training": (False, "set train.mtp_loss, the weight of their loss (docs/mtp.md)"),
     "--mask-offpolicy-in-partial-rollout": (False, "algorithm.correction weighs such tokens"),
     "--keep-old-actor": (False, "rollout.mode=async has algorithm.correction instead"),
     "--custom-model-provider-path": (None, "families of models are tables here (docs/models.md)"),

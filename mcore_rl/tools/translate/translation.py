@@ -204,6 +204,7 @@ IS_OFF = "it is off, and there is nothing of the kind here"
 READ_BY_CHECKS = frozenset(
     {
         *("train.recompute", "rollout.attention_dp", "rollout.tp", "rollout.ep"),
+        *("train.mtp_loss", "rollout.speculate"),
         "train.megatron.moe_token_dispatcher_type",
         *("train.optimizer.name", "critic.optimizer.name"),
         "train.optimizer.megatron.use_precision_aware_optimizer",
