@@ -38,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock te-wheel docs agents-venv bench clean layers patches options-doc published-steps console-picture versions mutants-venv mutants newest
+.PHONY: help venv lint check changed-tests test test-all quickstart gpu-check warm-start gpu-lock te-wheel docs agents-venv bench clean layers patches options-doc published-steps console-picture view-picture versions mutants-venv mutants newest
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -117,6 +117,9 @@ console-picture: venv ## docs/console.svg: what a terminal shows in the quicksta
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=runs/console/warm_start
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.support.console_picture "step 41: rollout" docs/console.svg \
 	  mcore-rl train recipe=tiny_moe_grpo model.path=runs/console/warm_start/hf run.seed=$(SEED) run.dir=runs/console/run
+
+view-picture: venv ## docs/view.png, docs/view_curves.png: the page of a run, RUN=runs/quickstart_seed0, in Chromium
+	$(BIN)/python -m tests.support.view_picture $(RUN) docs
 
 versions: venv ## docs/versions.md: what is pinned, the newest that the package index knows, and what binds it
 	$(BIN)/python -m tests.support.versions_page

@@ -21,6 +21,7 @@ _OPTIONS = (
     "--disable-dev-shm-usage",
     "--disable-background-networking",
     "--no-first-run",
+    "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
 

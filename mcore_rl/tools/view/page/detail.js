@@ -97,7 +97,7 @@ function makeTokenRow(row, number, rows) {
   row.texts.forEach((text, place) => {
     const turn = findValue(row.trained, place);
     if (turn === null) {
-      tokens.append(make("span", { className: "token untrained", title: "not trained" }, text));
+      tokens.append(make("span", { className: "token untrained", title: "not trained" }, text), make("wbr"));
       return;
     }
     const logprob = row.logprobs[next++], version = findValue(row.versions, place);
@@ -106,7 +106,7 @@ function makeTokenRow(row, number, rows) {
     const colors = { logprob: colorLogprob(logprob), version: pick(versions.indexOf(version)), turn: pick(turn) };
     span.style.background = colors[shading] ?? "color-mix(in srgb, var(--accent) 25%, transparent)";
     span.dataset.version = version;
-    tokens.append(span);
+    tokens.append(span, make("wbr")); // a line breaks between tokens, which may have no blanks
   });
   const left = row.cut ? make("p", { className: "faint" }, `and ${row.cut} tokens more`) : null;
   const title = rows.length > 1 ? make("div", { className: "role" }, `row ${number + 1} of ${rows.length}`) : null;
