@@ -77,10 +77,15 @@ OF_INPUTS = [
     ("model.path=pointer", "model.safetensors is a pointer of Git LFS and no weights: run `git"),
     ("model.path=cut", "model.safetensors is cut off: it has 1008 bytes"),
     ("parallel.pp=5", "; set parallel.stage_layers=[10,10,10,9,9]"),
+    ("model.path=ran", "ran is not a HuggingFace model directory; ran/hf is one"),
     ("parallel.tp=3", "parallel.tp=3 does not divide num_attention_heads=32"),
+    ("rollout.kv_cache_len=4096", "exceeds rollout.kv_cache_len=4096: raise the latter"),
+    ("rollout.speculate=ngram", "set drift.routed_experts=false, and train.router_replay=none"),
+    ("train.mtp_loss=0.3", "train.mtp_loss=0.3, but Qwen3MoeForCausalLM"),
     ("rollout.samples_per_prompt=1", "set rollout.samples_per_prompt=2 or more (8 is usual)"),
     ("algorithm.advantage=distillation", "scores token ids, which needs SGLang's own interface"),
     ("reward.path=no.py", "reward.path=no.py: no such file"),
+    ("reward.path=recipes/rewards/gsm9k.py", "; did you mean recipes/rewards/gsm8k.py?"),
     ("reward.path=brackets.py", "brackets.py line 1 is not Python: '(' was never closed"),
     ("reward.path=needs.py", "needs.py imports no_such_package, which this interpreter lacks"),
     ("reward.path=signature.py", "signature.py has no 'reward'; it has compute_score: name one of"),
@@ -115,6 +120,7 @@ FILES = {
     "bert/config.json": '{"architectures": ["BertForMaskedLM"], "model_type": "bert"}',
     "bin/pytorch_model.bin": "",
     "pointer/model.safetensors": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "ran/hf/config.json": "{}",
     "cut/model.safetensors": "\x10\x27" + "\0" * 1006,
 }
 """File -> its text."""
@@ -133,7 +139,7 @@ print(json.dumps([spent_s, "torch" in sys.modules]))
 def write_files(folder: Path, config: Path) -> None:
     """Write what the mistakes name; `config` is the config.json of a model that is supported."""
     for name, text in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "several/b.jsonl").write_text(PROMPT, encoding="utf-16")
     for model in ("bin", "pointer", "cut"):
@@ -160,7 +166,7 @@ def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     taken.close()
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from typing import Any
 
 from mcore_rl.agents.environments.adapters import check_names, find_adapter
 from mcore_rl.agents.environments.check import is_there
+from mcore_rl.checks.engines import check_lens, check_served
 from mcore_rl.checks.first_rows import check_first_row
 from mcore_rl.checks.needs import ALGORITHMS, check_needs
 from mcore_rl.checks.source import (
@@ -47,9 +48,9 @@ from mcore_rl.logs.names import METRICS, find_documented
 from mcore_rl.process.disk import check_readable, name_user
 from mcore_rl.process.network import is_free
 from mcore_rl.rewards.user_function import ALL, ONE, find_file
-from mcore_rl.weights.hf.config import parse_hf_config, read_hf_config
+from mcore_rl.weights.hf.config import ModelFacts, parse_hf_config, read_hf_config
 from mcore_rl.weights.hf.folder import check_header, find_other_format
-from mcore_rl.weights.models.recipe_checks import check_layout
+from mcore_rl.weights.models.recipe_checks import check_layout, check_routing
 
 DATA_OF_COMMAND: Mapping[str, tuple[str, ...]] = {
     "train": ("data.train", "eval.data"),
@@ -151,7 +152,7 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
         yield partial(check_algorithm_names, config.algorithm, place)
     if command == "train" and not config.algorithm.path:
         yield partial(check_needs, config.algorithm, config.rollout, config.teacher)
-    yield partial(_check_policy, config, place, is_trained=command in TRAINING_COMMANDS)
+    yield partial(_check_policy, config, command, place)
     if command == "train":
         yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)
     named = {option: value_of(config, option) for option in DATA_OF_COMMAND[command]}
@@ -277,12 +278,21 @@ def _check_model(option: str, path: str, place: RunPlace, *, has_weights: bool) 
         check_header(file)
 
 
-def _check_policy(config: Config, place: RunPlace, *, is_trained: bool) -> None:
+def _check_policy(config: Config, command: str, place: RunPlace) -> None:
+    """Raise ValueError if the policy is not there, or the recipe's sizes do not suit it."""
     path = config.model.path
     _check_model("model.path", path, place, has_weights=config.model.init == "hf")
     folder = None if is_on_hub(path) else place.look("model.path", path)
-    if folder is not None and is_trained:
-        check_layout(read_hf_config(folder), config.parallel)
+    if folder is None:
+        return
+    policy = ModelFacts.read(folder)
+    if command in TRAINING_COMMANDS:
+        check_layout(policy.config, config.parallel)
+    if command == "train":
+        check_routing(config.train, policy.config)
+        check_lens(config.data, config.rollout, config.train, policy)
+    if command in SAMPLING_COMMANDS:
+        check_served(policy, config.rollout, config.drift, config.data, config.eval)
 
 
 def _check_index(index: str, place: RunPlace) -> None:

@@ -4,6 +4,7 @@ Nothing heavy is imported here: worker processes of untrusted functions load onl
 """
 
 import asyncio
+import difflib
 import functools
 import inspect
 import multiprocessing
@@ -156,7 +157,11 @@ def find_file(option: str, path: str) -> Path:
     """
     file = next((f for f in (Path(path), HOME / path) if f.is_file()), None)
     if file is None:
-        raise ValueError(f"{option}={path}: no such file in {Path.cwd()} or {HOME}")
+        places = " or ".join(dict.fromkeys(map(str, (Path.cwd(), HOME))))
+        beside = sorted((HOME / path).parent.glob("*.py"))
+        close = difflib.get_close_matches(Path(path).name, [each.name for each in beside], n=1)
+        hint = f"; did you mean {Path(path).with_name(close[0])}?" if close else ""
+        raise ValueError(f"{option}={path}: no such file in {places}{hint}")
     return file
 
 

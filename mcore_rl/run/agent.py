@@ -34,7 +34,12 @@ from mcore_rl.run.episodes import (
     node_servers_spec,
     stand_in_urls,
 )
-from mcore_rl.run.inputs import check_engines_load, list_prompt_options, open_policy
+from mcore_rl.run.inputs import (
+    check_engines_load,
+    check_rollout,
+    list_prompt_options,
+    open_policy,
+)
 from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
@@ -57,6 +62,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
+    check_rollout(config, policy)
     check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
     check_search(config.search, config.cluster)
     place = config.rollout.max_response_len, config.run.dir

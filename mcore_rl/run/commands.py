@@ -12,7 +12,6 @@ from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.checks.algorithm import find_unread_in_preference
 from mcore_rl.checks.inputs import check_no_trainer
-from mcore_rl.checks.sizes import check_engines
 from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
@@ -45,6 +44,7 @@ from mcore_rl.run.hub_upload import upload_export
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
     check_engines_load,
+    check_rollout,
     list_prompt_options,
     open_policy,
     read_train_inputs,
@@ -239,6 +239,7 @@ def run_pairs(config: Config) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
+    check_rollout(config, policy)
     check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
     adapters = list_served_names(config.train.lora, has_trainer=False)
     collector = collector_spec(config, policy, tokenizer, adapters)
@@ -274,6 +275,7 @@ def run_eval(config: Config) -> None:
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     check_no_trainer(config.rollout)
     check_engines_load(policy)
+    check_rollout(config, policy)
     check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
     adapters = list_served_names(config.train.lora, has_trainer=False)
     collector = collector_spec(config, policy, tokenizer, adapters)
@@ -305,9 +307,6 @@ def _run(
 ) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
     """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
     size = RunSize.make(config, command)
-    if size.engines:
-        dtype = config.model.dtype
-        check_engines(policy, dtype, config.rollout, config.drift, config.data, config.eval)
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
     with folder.lock():

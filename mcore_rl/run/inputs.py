@@ -12,7 +12,7 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
 from mcore_rl.checks.inputs import check_run_dir
-from mcore_rl.checks.sizes import check_sizes
+from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -72,6 +72,15 @@ def read_train_inputs(config: Config) -> TrainInputs:
     )
     check_training(config.train, config.model, policy)
     check_factors(config.train.lora, config.model, policy, config.run.seed)
+    critic = config.critic if needs_of(config.algorithm).critic else None
+    if critic is not None:
+        check_critic(critic.path, config.model.path, policy)
+        check_critic_factors(critic.lora, read_critic(critic.path, policy))
+    layout = config.parallel, critic, config.train
+    check_sizes(policy, *layout, config.rollout, config.data, config.plan.ranks_per_host)
+    check_rollout(config, policy)
+    if config.teacher.path:
+        check_teacher(config.teacher.path, config.model, tokenizer)
     warn_of_cut_distribution(config.rollout)
     adapters = list_served_names(config.train.lora, has_trainer=True)
     collector = collector_spec(config, policy, tokenizer, adapters)
@@ -79,7 +88,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     reader = PromptReader.make(config, tokenizer)
     prompts = reader.open_train(max(config.parity_check.sequences, MOST_SEQUENCES))
     held_out = reader.load_held_out()
-    inputs = TrainInputs(
+    return TrainInputs(
         policy=policy,
         prompts=prompts.stream,
         held_out=held_out,
@@ -91,15 +100,6 @@ def read_train_inputs(config: Config) -> TrainInputs:
         to_texts=TokenTexts(tokenizer),
         parity_probe=make_probe(held_out or prompts.first, config.parity_check.sequences),
     )
-    critic = config.critic if needs_of(config.algorithm).critic else None
-    if critic is not None:
-        check_critic(critic.path, config.model.path, policy)
-        check_critic_factors(critic.lora, read_critic(critic.path, policy))
-    layout = config.parallel, critic, config.train
-    check_sizes(policy, *layout, config.rollout, config.data, config.plan.ranks_per_host)
-    if config.teacher.path:
-        check_teacher(config.teacher.path, config.model, tokenizer)
-    return inputs
 
 
 def list_prompt_options(data: DataConfig) -> dict[str, list[str]]:
@@ -121,6 +121,12 @@ def open_policy(
     check_names(algorithm)
     check_run_dir(run_dir)
     return _open_model(model)
+
+
+def check_rollout(config: Config, policy: ModelFacts) -> None:
+    """Raise ValueError naming an option of engines with which they cannot serve the model."""
+    dtype = config.model.dtype
+    check_engines(policy, dtype, config.rollout, config.drift, config.data, config.eval)
 
 
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:

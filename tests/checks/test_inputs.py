@@ -74,6 +74,7 @@ def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
         ("algorithm.advantage=x", "^algorithm.advantage='x': expected one of"),
         ("algorithm.path=no.py", "^algorithm.path=no.py: no such file in "),
         ("reward.path=no.py", "^reward.path=no.py: no such file in "),
+        ("reward.path=recipes/rewards/gsm9k.py", "; did you mean recipes/rewards/gsm8k.py\\?$"),
         (
             "reward.name=rewards",
             r"reward.name=rewards: .* has no 'rewards'; it has reward: name one of them$",

@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.checks.sizes import (
+from mcore_rl.checks.engines import (
     check_drafts,
     check_engine_sizes,
-    check_engines,
     check_eval_lens,
     check_indexer_reports,
     check_lens,
-    check_rounding,
-    check_sizes,
 )
+from mcore_rl.checks.sizes import check_engines, check_rounding, check_sizes
 from mcore_rl.cli import main
 from mcore_rl.config import Config, DriftConfig, RolloutConfig
 from mcore_rl.config.recipe import load_recipe

@@ -82,6 +82,10 @@ ALGORITHMS = [
     ("raise.py", r"algorithm.path=\S*raise.py line 1: ValueError: invalid"),
     ("empty.py", r"algorithm.path=\S*empty.py: registers no advantage and no loss; decorate"),
 ]
+ENGINES = [
+    ("rollout.tp=8", r"rollout.tp=8 does not divide num_attention_heads="),
+    ("rollout.speculate=ngram", r"rollout.speculate=ngram with drift.routed_experts=true: SGLang"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +110,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusals() -> list[tuple[str, list[str], str]]:
     """Return (command, settings, message) for each loader and fault, and for each other command
-    with the first faults of each loader.
+    with the first faults of each loader; for all commands what their engines cannot serve.
     """
     found = []
     for command in COMMANDS:
@@ -117,13 +121,14 @@ def refusals() -> list[tuple[str, list[str], str]]:
         else:
             found += [(command, [f"reward.path={file}"], text) for file, text in REWARDS[:num]]
         found += [(command, [f"algorithm.path={x}", *played], text) for x, text in ALGORITHMS[:num]]
+        found += [(command, [option, *played], text) for option, text in ENGINES]
         for kind, text in ENVIRONMENTS[:num]:
             found.append((command, [f"agents.environment={kind}", "reward.path="], text))
     return found
 
 
 @pytest.mark.parametrize(("command", "settings", "message"), refusals())
-def test_code_that_cannot_be_used_is_refused_before_data_and_processes(
+def test_what_cannot_be_used_is_refused_before_data_and_processes(
     folder: Path, command: str, settings: list[str], message: str
 ) -> None:
     """There are no prompts, so that a command which reads them first fails otherwise."""

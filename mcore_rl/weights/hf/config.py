@@ -75,9 +75,9 @@ def parse_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     """
     path = Path(hf_dir) / "config.json"
     if not path.is_file():
+        remedy = describe_making(hf_dir) or describe_download(hf_dir) or _describe_near(path.parent)
         raise ValueError(
-            f"{path} does not exist: {hf_dir} is not a HuggingFace model directory"
-            f"{describe_making(hf_dir) or describe_download(hf_dir)}"
+            f"{path} does not exist: {hf_dir} is not a HuggingFace model directory{remedy}"
         )
     try:
         config = read_json(path)
@@ -93,6 +93,15 @@ def describe_download(path: str | Path) -> str:
     if Path(path).exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)):
         return ""
     return f"; to download a model of the hub: hf download {path} --local-dir <directory>"
+
+
+def _describe_near(folder: Path) -> str:
+    """Return "; ..." with the model of a run's folder or of a checkpoint, if `folder` is one."""
+    if (folder / "hf" / "config.json").is_file():
+        return f"; {folder / 'hf'} is one"
+    if (folder / ".metadata").is_file():
+        return "; `mcore-rl-ckpt to-hf` makes one of a checkpoint"
+    return ""
 
 
 def read_named_dtype(config: HfConfig) -> str | None:

@@ -44,6 +44,20 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         parse_hf_config(tmp_path)
 
 
+def test_the_folder_of_a_run_and_a_checkpoint_are_not_models_but_lead_to_one(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hf").mkdir()
+    write(tmp_path / "hf", json.dumps(model_config()))
+    with pytest.raises(ValueError, match=rf"; {tmp_path}/hf is one$"):
+        parse_hf_config(tmp_path)
+    checkpoint = tmp_path / "step_000001"
+    checkpoint.mkdir()
+    (checkpoint / ".metadata").touch()
+    with pytest.raises(ValueError, match=r"; `mcore-rl-ckpt to-hf` makes one of a checkpoint$"):
+        parse_hf_config(checkpoint)
+
+
 def test_any_model_is_parsed_but_only_supported_ones_are_read(tmp_path: Path) -> None:
     config = model_config(architectures=["NoSuchForCausalLM"])
     write(tmp_path, json.dumps(config))
