@@ -152,6 +152,25 @@ def test_the_critic_belongs_to_gae() -> None:
     assert {name.replace("__", ".") for name in given} <= {u.source for u in without.unneeded}
 
 
+def test_a_critic_may_have_low_rank_factors() -> None:
+    found = of(critic__model__lora_rank=32)
+    assert found["critic.lora.rank"] == 32 and found["critic.lora.alpha"] == 16.0
+    assert "critic.lora.targets" not in found and "critic.lora.rank" not in of()
+    given: dict[str, Any] = {"rank": 8, "alpha": 4}
+    lora = {f"critic__model__lora_{name}": value for name, value in given.items()}
+    named = {
+        "critic__model__target_modules": ["q_proj", "v_proj"],
+        "critic__model__exclude_modules": "o_proj",
+    }
+    translation = translate(**lora, **named)
+    found = values(translation)
+    assert found["critic.lora.alpha"] == 4.0 and found["critic.lora.targets"] == [
+        "q_proj",
+        "v_proj",
+    ]
+    assert "critic.model.exclude_modules" in decided(translation)
+
+
 def test_a_teacher_is_named_by_the_user() -> None:
     teacher = "distillation__teacher_models__teacher_model__model_path"
     given: dict[str, Any] = {"distillation__enabled": True, teacher: "org/teacher"}
