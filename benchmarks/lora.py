@@ -100,7 +100,7 @@ def measure(
     measured: dict[str, list[Any]] = {FACTORS: [], MERGED: [], FILE: []}
     version = 0
     for _ in range(args.turns):
-        for kind, factors in ((FACTORS, options), (MERGED, None)):
+        for kind, factors in ((FACTORS, (options,)), (MERGED, ())):
             controller = SyncController(ranks, timeout_s=300, trace_all=True, factors=factors)
             asyncio.run(controller.connect([url]))
             for repeat in range(args.repeats + 1):

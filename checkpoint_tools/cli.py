@@ -17,6 +17,7 @@ from mcore_rl.weights.megatron_files.integrity import add_remedy
 
 DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_HELP = "dtype of the result (as in the source)"
+NAME_HELP = "the adapter to write, of several that a run trained in turns"
 SOURCES = {
     "checkpoint": "<run.dir>/checkpoints/step_..., or critic_...",
     "source_hf": "a HuggingFace directory",
@@ -99,6 +100,7 @@ def _add_to_hf(commands: Commands) -> None:
         action="store_true",
         help="write the factors of a run with train.lora.rank alone, in PEFT's format",
     )
+    command.add_argument("--name", default="", help=f"with --lora: {NAME_HELP}")
     command.add_argument(
         "--int4",
         action="store_true",
@@ -123,6 +125,7 @@ def _add_merge_lora(commands: Commands) -> None:
     summary = "add an adapter's factors to the weights that they were trained on"
     command = _add_writer(commands, "merge-lora", _merge_lora, summary, "adapter")
     command.add_argument("--source-hf", type=Path, required=True, help="the base's directory")
+    command.add_argument("--name", default="", help=NAME_HELP)
     command.add_argument("--dtype", choices=DTYPES, help=DTYPE_HELP)
 
 
@@ -217,6 +220,8 @@ def _add_leave_out(command: argparse.ArgumentParser) -> None:
 def _to_hf(args: argparse.Namespace) -> int:
     if args.lora:
         return _write_adapter(args)
+    if args.name:
+        raise ValueError(f"--name {args.name} without --lora: it names an adapter; add --lora")
     from checkpoint_tools.to_hf import to_hf
 
     reports = to_hf(
@@ -241,14 +246,14 @@ def _write_adapter(args: argparse.Namespace) -> int:
     unread = [name for name, value in others.items() if value]
     if unread:
         raise ValueError(f"{unread[0]} with --lora: factors are written as they are; leave it out")
-    print(lora_to_peft(args.checkpoint, args.source_hf, args.out))
+    print(lora_to_peft(args.checkpoint, args.source_hf, args.out, args.name))
     return 0
 
 
 def _merge_lora(args: argparse.Namespace) -> int:
     from checkpoint_tools.lora import merge_lora  # imports torch
 
-    rest = (args.out, args.dtype, args.max_file_bytes)
+    rest = (args.out, args.dtype, args.max_file_bytes, args.name)
     print(merge_lora(args.adapter, args.source_hf, *rest))
     return 0
 

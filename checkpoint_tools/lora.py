@@ -36,7 +36,12 @@ from mcore_rl.weights.hf.files import (
     write_export_file,
 )
 from mcore_rl.weights.lora.base import compute_base_sum
-from mcore_rl.weights.lora.facts import FACTORS, AdapterFacts, describe_base_difference, read_facts
+from mcore_rl.weights.lora.facts import (
+    FACTORS,
+    AdapterFacts,
+    describe_base_difference,
+    read_adapters,
+)
 from mcore_rl.weights.lora.peft_files import (
     find_lost_in_transformers,
     is_peft,
@@ -62,14 +67,16 @@ class _Adapter:
     head: Tensor | None = None
 
 
-def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path) -> str:
+def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path, name: str = "") -> str:
     """Write the adapter of a run's checkpoint to `out`, as PEFT does; return a report.
+
+    name   of one of several adapters that the run trained in turns
 
     Raises ValueError with the file or tensor that is wrong, or if `source_hf` is another base.
     """
     refuse_existing(out)
     config = read_config(source_hf)
-    facts, factors, head = _read_checkpoint(checkpoint)
+    facts, factors, head = _read_checkpoint(checkpoint, name)
     if head is not None:
         raise ValueError(
             f"{checkpoint} is a critic's, with a value head, for which an adapter of a language"
@@ -90,19 +97,25 @@ def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path) -> str:
 
 
 def merge_lora(
-    adapter: Path, source_hf: Path, out: Path, dtype: str | None, max_file_bytes: int
+    adapter: Path,
+    source_hf: Path,
+    out: Path,
+    dtype: str | None,
+    max_file_bytes: int,
+    name: str = "",
 ) -> str:
     """Write the weights of `source_hf` with an adapter's products added to `out`.
 
     adapter   a checkpoint of a run with LoRA, or a folder in PEFT's format
     dtype     of the result; None: that of the source
+    name      of one of several adapters of the checkpoint
     Raises ValueError with the file or tensor that is wrong, or if `source_hf` is another base.
     """
     begun = time.monotonic()
     refuse_existing(out)
     read_config(source_hf)
     source = facts = ModelFacts.read(source_hf)
-    added = _read_any(adapter, facts)
+    added = _read_any(adapter, facts, name)
     if added.head is not None:
         facts = ModelFacts(facts.path, add_value_head(facts.config))
     to = dtype or find_dtype(facts.config, {})
@@ -136,16 +149,18 @@ def _fill(
             add_product(weight, first, second, added.scale)
 
 
-def _read_any(adapter: Path, base: ModelFacts) -> _Adapter:
+def _read_any(adapter: Path, base: ModelFacts, name: str) -> _Adapter:
     """Return an adapter that belongs to `base`."""
     if is_peft(adapter):
+        if name:
+            raise ValueError(f"--name {name}: {adapter} has one adapter; leave it out")
         peft = read_peft(adapter)
         if peft.base:
             _refuse_other_base(adapter, peft.base, base.path)
         _check_places(adapter, peft.shapes, peft.rank, base)
         with peft.open() as file:
             return _Adapter(peft.scale, {key: file.read(key) for key in peft.shapes})
-    facts, factors, head = _read_checkpoint(adapter)
+    facts, factors, head = _read_checkpoint(adapter, name)
     _refuse_other_base(adapter, facts.base, base.path)
     shapes = {key: tuple(factor.shape) for key, factor in factors.items()}
     check_whole(shapes, facts.list_factor_shapes(base.config), adapter)
@@ -171,29 +186,35 @@ def _refuse_other_base(adapter: Path, base: str, source_hf: Path) -> None:
         raise ValueError(describe_base_difference(str(adapter), base, own, str(source_hf)))
 
 
-def _read_checkpoint(folder: Path) -> tuple[AdapterFacts, Factors, Tensor | None]:
+def _read_checkpoint(folder: Path, name: str) -> tuple[AdapterFacts, Factors, Tensor | None]:
     """Return facts, factors and a critic's value head of a run's checkpoint.
 
-    Raises ValueError if it holds weights.
+    Raises ValueError if it holds weights, or no adapter of that name, "" being that of an only one.
     """
     if not folder.is_dir() or not is_torch_dist(folder):
         raise ValueError(
             f"{folder} holds no adapter: name a checkpoint of a run with train.lora.rank, or a"
             " folder in PEFT's format"
         )
-    facts = read_facts(folder)
-    if facts is None:
+    adapters = read_adapters(folder)
+    if not adapters:
         raise ValueError(
             f"{folder} holds all weights of a model, not an adapter: mcore-rl-ckpt to-hf without"
             " --lora writes them"
         )
+    if name not in adapters:
+        known = ", ".join(filter(None, adapters))
+        remedy = f"give one of {known} with --name" if known else "leave out --name"
+        wanted = f"no adapter {name!r}" if name else "several adapters"
+        raise ValueError(f"{folder} holds {wanted}: {remedy}")
     checkpoint = open_torch_dist(folder)
+    prefix = f"{FACTORS}{name}." if name else FACTORS
     factors = {}
     for key, tensor in checkpoint.tensors.items():
-        if key.startswith(FACTORS):
-            factors[key.removeprefix(FACTORS)] = _read_tensor(checkpoint, tensor.chunks)
+        if key.startswith(prefix):
+            factors[key.removeprefix(prefix)] = _read_tensor(checkpoint, tensor.chunks)
     head = checkpoint.tensors.get(VALUE_HEAD)
-    return facts, factors, None if head is None else _read_tensor(checkpoint, head.chunks)
+    return adapters[name], factors, None if head is None else _read_tensor(checkpoint, head.chunks)
 
 
 def _read_tensor(checkpoint: Checkpoint, chunks: tuple[Chunk, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
 from mcore_rl.weights.hf.config import parse_hf_config, set_dtype, without_trained_mtp
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.int4 import SHAPE
-from mcore_rl.weights.lora.facts import read_facts
+from mcore_rl.weights.lora.facts import read_adapters
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import put_quantization_back
 from mcore_rl.weights.models.table import HfConfig
@@ -79,7 +79,7 @@ def to_hf(
 
 
 def _refuse_factors(checkpoint: Path) -> None:
-    if read_facts(checkpoint) is not None:
+    if read_adapters(checkpoint):
         raise ValueError(
             f"{checkpoint} holds low-rank factors and no weights: mcore-rl-ckpt merge-lora adds"
             " them to their base, and to-hf --lora writes them alone"

@@ -35,6 +35,7 @@ from mcore_rl.config import (
     Config,
     EvalSetConfig,
     LogConfig,
+    LoraConfig,
     RewardConfig,
     RolloutConfig,
     SourceConfig,
@@ -139,9 +140,12 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
     """Yield the checks of what `command` reads, in the order of a recipe's groups."""
     has_sources = command in MIXING_COMMANDS and config.data.sources
     has_sets = command == "eval" and config.eval.sets
-    needed = () if has_sources or has_sets else DATA_OF_COMMAND[command][:1]
+    of_adapters = list_adapter_data(config.train.lora) if command == "train" else {}
+    needed = () if has_sources or has_sets or of_adapters else DATA_OF_COMMAND[command][:1]
     options = (*needed, "run.dir", "model.path")
-    yield partial(require, {option: value_of(config, option) for option in options})
+    wanted = {option: value_of(config, option) for option in options}
+    trained = {name: files for name, files in of_adapters.items() if name.endswith(".data")}
+    yield partial(require, {**wanted, **trained})
     if place.is_here:
         yield partial(check_run_dir, config.run.dir)
         if command in SAMPLING_COMMANDS and config.cluster.address is None:
@@ -156,10 +160,11 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
     if command == "train":
         yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)
     named = {option: value_of(config, option) for option in DATA_OF_COMMAND[command]}
+    named |= of_adapters
     held_out = config.eval.sets if command in SAMPLING_COMMANDS else ()
     sources = config.data.sources if command in MIXING_COMMANDS else ()
     for option, path in _list_data(named, held_out, sources):
-        of_prompts = option.startswith(("data.", "eval."))
+        of_prompts = option.startswith(("data.", "eval.", "train.lora."))
         columns = Columns.make(config.data.columns) if of_prompts else None
         yield partial(_check_data, option, path, place, columns)
     if command in SAMPLING_COMMANDS:
@@ -181,6 +186,13 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
         yield partial(_check_hub_repo, config.checkpoint)
     if config.checkpoint.keep_best:
         yield partial(_check_metric, "checkpoint.best_metric", config.checkpoint.best_metric)
+
+
+def list_adapter_data(lora: LoraConfig) -> dict[str, list[str]]:
+    """Return the files of prompts of adapters that take turns, by option; {} without."""
+    adapters = lora.adapters if lora.rank else []
+    named = {f"train.lora.adapters[{i}].data": own.data for i, own in enumerate(adapters)}
+    return named | {f"train.lora.adapters[{i}].eval": own.eval for i, own in enumerate(adapters)}
 
 
 MOST_FILES = 64

@@ -21,7 +21,14 @@ from mcore_rl.weights.lora.targets import list_targets
 def list_served_names(lora: LoraConfig, *, has_trainer: bool) -> tuple[str, ...]:
     """Return the names that requests to engines may give: that of the policy first; () if none."""
     has_factors = has_trainer or bool(lora.path)
-    return (lora.name, BASE) if serves_adapter(lora) and has_factors else ()
+    if not (serves_adapter(lora) and has_factors):
+        return ()
+    return (*_list_names(lora), BASE)
+
+
+def _list_names(lora: LoraConfig) -> tuple[str, ...]:
+    """Return the names of the adapters that engines serve: several take turns."""
+    return tuple(own.name for own in lora.list_adapters().values())
 
 
 def make_adapter_slots(
@@ -42,5 +49,8 @@ def make_adapter_slots(
         adapter = check_served(Path(lora.path), base, policy.config, policy.path)
         names = sorted({key[: -len(FIRST)] for key in adapter.shapes})
     modules = list_served_modules(names)
-    slots = (lora.name,), lora.rank, modules, SET_UP
-    return AdapterSlots(*slots, default=lora.name, folders=folders)
+    adapters = _list_names(lora)
+    # Among several, none is meant by requests that name none.
+    default = BASE if lora.adapters else lora.name
+    slots = adapters, lora.most_rank, modules, SET_UP
+    return AdapterSlots(*slots, default=default, folders=folders)

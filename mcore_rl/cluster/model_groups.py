@@ -388,12 +388,21 @@ class TrainerGroup(ModelGroup):
     role = "trainer"
     sizes = "parallel"
     worker_cls = TrainerWorker
+    _adapter = ""
+
+    def choose_adapter(self, name: str) -> None:
+        """Score with and train one of several adapters from now on."""
+        self._adapter = name
 
     def compute_logprobs(
         self, per_dp: Sequence[Share], options: LogprobOptions
     ) -> list[list[TokenScores]]:
         return self._group.dispatch(
-            "compute_logprobs", per_dp, deadline_s=self._answer_s, options=options
+            "compute_logprobs",
+            per_dp,
+            deadline_s=self._answer_s,
+            options=options,
+            adapter=self._adapter,
         )
 
     def train_step(
@@ -405,6 +414,7 @@ class TrainerGroup(ModelGroup):
             deadline_s=self._answer_s,
             temperature=temperature,
             num_tokens=num_tokens,
+            adapter=self._adapter,
         )
         return join_rank_steps(steps)
 

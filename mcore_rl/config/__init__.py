@@ -50,6 +50,7 @@ from mcore_rl.config.run import (
 from mcore_rl.config.servers import SandboxConfig, SearchConfig
 from mcore_rl.config.speculation import check_speculation, find_unread_in_speculation
 from mcore_rl.config.training import (
+    AdapterConfig,
     CriticConfig,
     CriticLoraConfig,
     DpoConfig,
@@ -89,10 +90,12 @@ from mcore_rl.config.tree_checks import (
     find_unread_without_models,
     refuse,
 )
+from mcore_rl.config.turn_checks import check_turns
 from mcore_rl.config.upstream import TO_SERVED, check_passed
 from mcore_rl.config.upstream.groups import check_engines, check_optimizer, check_training
 
 __all__ = [
+    "AdapterConfig",
     "AgentsConfig",
     "AlarmsConfig",
     "AlgorithmConfig",
@@ -219,6 +222,8 @@ class Config(Options, group=""):
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         check_lora(self.train, self.critic, self.optimizers, self.rollout)
+        prompts = self.data, self.eval, self.rollout, self.agents, self.algorithm
+        check_turns(self.train.lora, self.run, *prompts, self.checkpoint)
         check_recovery(self.run.recovery, self._layouts)
         if self.cluster.colocated:
             check_colocated(self.parallel, self.rollout)

@@ -4,13 +4,13 @@ Errors name the options, their values and a remedy. What depends on the model is
 weights/lora/recipe_checks.py.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_rl.config.rollout import RolloutConfig
 from mcore_rl.config.training import CriticConfig, OptimizerConfig, TrainConfig
 from mcore_rl.config.tree_checks import Unread
+from mcore_rl.config.turn_checks import ADAPTER_NAME, BASE
 
 _CRITIC = "critic.optimizer"
 _FROZEN = (
@@ -24,7 +24,6 @@ _FROZEN = (
 )
 """Options of weights that are frozen under factors: routers, indexers, layers for multi-token
 prediction, biases, vision towers."""
-_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def find_unread_beside_lora(
@@ -48,6 +47,10 @@ def find_unread_beside_lora(
     if sync != "adapter":
         remedy = "set train.lora.sync=adapter"
         yield Unread(("train.lora.name",), f"train.lora.sync={sync}", remedy)
+    if train.lora.adapters:
+        context = f"{len(train.lora.adapters)} train.lora.adapters"
+        remedy = "give each adapter its own"
+        yield Unread(("train.lora.name", "train.lora.path"), context, remedy)
 
 
 def _find_unread_of_critic(critic: CriticConfig) -> Iterator[Unread]:
@@ -126,7 +129,7 @@ def _check_served_adapter(name: str, rollout: RolloutConfig) -> None:
             " rollouts serve no adapter beside them; set train.lora.sync=merged, or"
             " rollout.stage_weights=true where engines have GPUs of their own"
         )
-    if not _ADAPTER_NAME.fullmatch(name) or name == "base":
+    if not ADAPTER_NAME.fullmatch(name) or name == BASE:
         raise ValueError(
             f"train.lora.name={name!r}: give letters, digits, '-' and '_', and not 'base', which"
             " names the weights without an adapter"

@@ -191,11 +191,44 @@ class FactorsConfig(Options):
     experts: bool = True
     """Adapt the linear layers of routed experts, each expert for itself."""
 
+    @property
+    def total_rank(self) -> int:
+        """Ranks of all factors of a matrix together."""
+        return self.rank
+
+
+@dataclass
+class AdapterConfig(Options, group="train.lora.adapters"):
+    """One of several adapters that a run trains in turns."""
+
+    name: str = ""
+    """Name by which requests to engines, checkpoints and metrics have it."""
+    data: list[str] = field(default_factory=list)
+    """Files of its prompts, as in data.train."""
+    eval: list[str] = field(default_factory=list)
+    """Files of held-out prompts that it answers in evaluations, whose metrics have its name."""
+    rank: int = bounded(0, ge=0)
+    """Rank of its factors; 0: train.lora.rank."""
+    alpha: float = bounded(0.0, ge=0)
+    """Its product is multiplied by alpha / rank; 0: train.lora.alpha."""
+    path: str = ""
+    """Folder of an adapter in PEFT's format that it starts from; empty: A is random and B is 0."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the options of train.lora that are its own."""
+        given = {"rank": self.rank, "alpha": self.alpha}
+        own = {name: value for name, value in given.items() if value}
+        return {"name": self.name, "path": self.path, **own}
+
 
 @dataclass
 class LoraConfig(FactorsConfig, group="train.lora"):
     """Factors of the policy, and how they come to engines."""
 
+    adapters: list[AdapterConfig] = field(default_factory=list)
+    """Several adapters that are trained in turns, a step each, over the same frozen weights; empty:
+    one, of the options above (docs/lora.md)."""
     path: str = ""
     """Folder of an adapter in PEFT's format to start from, of this rank, alpha and targets; empty:
     A is random and B is 0."""
@@ -208,6 +241,22 @@ class LoraConfig(FactorsConfig, group="train.lora"):
     none get it, too."""
     engine_base: Literal["host", "gpu"] = "host"
     """Where engines keep the weights that they merge factors into."""
+
+    @property
+    def total_rank(self) -> int:
+        """Ranks of all adapters together."""
+        return sum(own.rank for own in self.list_adapters().values())
+
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of an adapter."""
+        return max(own.rank for own in self.list_adapters().values())
+
+    def list_adapters(self) -> "dict[str, LoraConfig]":
+        """Return the options of each of `adapters` by its name; without them, these by ""."""
+        if not self.adapters:
+            return {"": self}
+        return {own.name: replace(self, adapters=[], **own.settings) for own in self.adapters}
 
 
 @dataclass

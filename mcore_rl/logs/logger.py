@@ -294,6 +294,8 @@ def _make_sample_row(step: int, split: str, sample: Sample) -> dict[str, Any]:
     }
     if sample.prompt.set_name:
         row["set"] = sample.prompt.set_name
+    if sample.prompt.adapter:
+        row["adapter"] = sample.prompt.adapter
     if sample.episode is not None:
         row["turns"] = [_make_turn_row(turn) for turn in sample.episode.turns]
         row["detail"] = shorten(redact(sample.episode.detail), ERROR_CHARS)

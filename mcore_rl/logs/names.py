@@ -44,6 +44,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
         "episodes/end/<reason>": "share of episodes that ended for this reason",
         "episodes/<name>": "a number that the environment gives, mean over episodes",
     },
+    "Adapters": {
+        "adapters/<adapter>/<name>": "the same of the last step of one of train.lora.adapters",
+        "adapters/<adapter>/version": "steps of the loop that have trained it",
+    },
     "Training": {
         "loss/total": "the loss that was differentiated, without the router's auxiliary losses",
         "loss/policy": "clipped surrogate, token mean",

@@ -66,7 +66,7 @@ def count_adapter(
         if is_adapted(rule, tensor, lora.targets, lora.experts) and layers[rule.key]:
             experts = axes["experts"] // sizes.ep if rule.numbers_experts else 1
             matrices = layers[rule.key] * experts
-            factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.rank)
+            factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.total_rank)
     frozen = sum(held[key] for key in touched)
     layer = max((held[key] // layers[key] for key in touched), default=0)
     has_head = has_value_head(hf_config) and stage == sizes.pp - 1
@@ -173,10 +173,6 @@ def count_merged(
     return MergedSize(base * itemsize(run.dtype), factors * itemsize(run.dtype))
 
 
-SLOTS = 2
-"""Adapters of a batch of an engine that serves the policy's: those, and the weights alone."""
-
-
 def count_buffers(
     target: Layout, rank: int, names: Collection[str], lora_rank: int, num_slots: int
 ) -> int:
@@ -200,7 +196,8 @@ def count_on_engine(run: PlannedRun, target: Layout, rank: int) -> dict[str, int
     """Return what factors take of an engine rank's GPU, by purpose; {} if it gets all weights."""
     lora = run.train.lora
     if serves_adapter(lora):
-        numel = count_buffers(target, rank, list_adapted(run), lora.rank, SLOTS)
+        num_slots = len(lora.list_adapters()) + 1  # and the weights alone
+        numel = count_buffers(target, rank, list_adapted(run), lora.most_rank, num_slots)
         return {"buffers of adapters": numel * itemsize(run.dtype)}
     merged = count_merged(run, target, rank)
     if not merged.factors:
@@ -220,10 +217,13 @@ def explain_engines(run: PlannedRun) -> str:
     lora = run.train.lora
     if serves_adapter(lora):
         shapes = hf_tensor_shapes(run.models.policy.config)
-        numel = lora.rank * sum(sum(shapes[name]) for name in list_adapted(run))
+        numel = lora.most_rank * sum(sum(shapes[name]) for name in list_adapted(run))
+        what, at_most = "factors as an adapter (train.lora.sync)", ""
+        if lora.adapters:
+            what, at_most = f"{len(lora.adapters)} adapters (train.lora.adapters)", "at most "
         return (
-            "Engines serve factors as an adapter (train.lora.sync). Each sync after the first one"
-            f" brings {numel * itemsize(run.dtype) / 2**20:.1f} MiB to each engine rank."
+            f"Engines serve {what}. Each sync after the first one brings"
+            f" {at_most}{numel * itemsize(run.dtype) / 2**20:.1f} MiB to each engine rank."
         )
     if not sends_factors(lora, run.rollout.stage_weights):
         return ""

@@ -256,7 +256,10 @@ class RolloutSession:
         works = []
         for prompt in prompts:
             affinity = EngineAffinity(num_samples)
-            requests = (Request(prompt, index, affinity) for index in range(num_samples))
+            adapter = prompt.adapter
+            requests = (
+                Request(prompt, index, affinity, adapter=adapter) for index in range(num_samples)
+            )
             works += [self.sample(request, sampling) for request in requests]
         return await self.gather(works)
 

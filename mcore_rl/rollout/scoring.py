@@ -34,17 +34,19 @@ async def score_sequences(
     timeout_s: float,
     headers: Mapping[str, str] | None = None,
     images: Sequence[Images | None] = (),
+    adapter: str = "",
 ) -> list[list[float]]:
     """Return log p(token t | tokens before it) at temperature 1, for each sequence.
 
     The first token of a sequence has none, so the result is one entry shorter. `headers` carry the
     engine's key. `images` has those of each sequence, or is empty; log-probs of their placeholders
-    mean nothing. Raises RolloutError naming the engine and its answer.
+    mean nothing. `adapter` names one that the engine serves; empty: its default. Raises
+    RolloutError naming the engine and its answer.
     """
     images = images or [None] * len(sequences)
     async with open_session(timeout_s, headers) as http:
         calls = [
-            score_tokens(http, url, tokens, 0, own)
+            score_tokens(http, url, tokens, 0, own, adapter)
             for tokens, own in zip(sequences, images, strict=True)
         ]
         return list(await asyncio.gather(*calls))
@@ -56,9 +58,9 @@ async def score_tokens(
     tokens: Sequence[int],
     start: int,
     images: Images | None = None,
+    adapter: str = "",
 ) -> list[float]:
-    """Return log p of tokens[start + 1:] at temperature 1, given all tokens before each, and the
-    images of the sequence.
+    """Return log p of tokens[start + 1:] at temperature 1, given tokens before each, and images.
 
     Raises RolloutError, or UnreachableError where another try may help.
     """
@@ -67,6 +69,7 @@ async def score_tokens(
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": start,
+        **({"lora_path": adapter} if adapter else {}),
     }
     if images is None:
         call = http.post(f"{url}/generate", json=body)

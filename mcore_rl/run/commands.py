@@ -80,6 +80,7 @@ from mcore_rl.run.roles.booked import begin_books, keep_books
 from mcore_rl.run.roles.colocation import SharingScorer, SharingTrainer
 from mcore_rl.run.roles.generator import EngineGenerator
 from mcore_rl.run.roles.kept_samples import describe_recipe
+from mcore_rl.run.roles.turns import log_by_adapter
 from mcore_rl.run.rollouts import collector_spec, connect_rollouts
 from mcore_rl.run.startup import choose_checkpoint, start_training, wait_built
 from mcore_rl.types import WeightVersion
@@ -89,6 +90,7 @@ from mcore_rl.weights.lora.recipe_checks import (
     check_resumed,
     check_resumed_critic,
     check_sampled_adapter,
+    refuse_several,
 )
 from mcore_rl.workers.collector_worker import CollectorSpec
 
@@ -121,7 +123,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         parts = {"prompts": inputs.prompts, "advantages": inputs.advantages}
         start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
         trainer = make_stored_trainer(config, run)
-        weights = make_sync(config, run, trainer, start_step)
+        weights = make_sync(config, run, trainer, start_step, inputs.turns)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
         shown = rollouts.read, inputs.to_texts, needs
         log = make_log(config, folder, config.run.steps, start_step, *shown)
@@ -144,7 +146,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                     advantages=estimate,
                     trainer=SharingTrainer(trainer, started.gpus),
                     weights=weights,
-                    log=log,
+                    log=log_by_adapter(log, inputs.turns),
                     background=background,
                     teacher=share_teacher(rollouts, started.gpus),
                     on_tokens=rollouts.apply,
@@ -161,6 +163,7 @@ def run_sft(config: Config) -> None:
     """Run `mcore-rl sft`: fine-tune model.path, or random weights; write <run.dir>/hf."""
     if tell_if_finished(config, "sft"):
         return
+    refuse_several(config.train.lora, "mcore-rl sft")
     needed = {"sft.data": config.sft.data}
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
     config = replace(config, train=without_replay(config.train, config.model, policy))
@@ -192,6 +195,7 @@ def run_dpo(config: Config) -> None:
     """Run `mcore-rl dpo`: train model.path on preferences; write <run.dir>/hf."""
     if tell_if_finished(config, "dpo"):
         return
+    refuse_several(config.train.lora, "mcore-rl dpo")
     refuse(config, find_unread_in_preference(config.algorithm.preference))
     needed = {"dpo.data": config.dpo.data}
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)

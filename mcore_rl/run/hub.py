@@ -24,7 +24,14 @@ from mcore_rl.checks.inputs import (
     SAMPLING_COMMANDS,
     HubUnreachableError,
 )
-from mcore_rl.config import AlgorithmConfig, Config, EvalSetConfig, SourceConfig
+from mcore_rl.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    Config,
+    EvalSetConfig,
+    LoraConfig,
+    SourceConfig,
+)
 from mcore_rl.config.tree import value_of, with_settings
 
 DATA_FILE = re.compile(
@@ -64,6 +71,8 @@ def fetch_inputs(config: Config, command: str) -> Config:
         config = with_settings(
             config, {"data.sources": _take_local("data.sources", config.data.sources)}
         )
+    if command == "train" and config.train.lora.adapters:
+        config = with_settings(config, {"train.lora.adapters": _take_adapters(config.train.lora)})
     if command in SAMPLING_COMMANDS:
         config = with_settings(config, {"eval.sets": _take_local("eval.sets", config.eval.sets)})
     return config
@@ -74,6 +83,18 @@ def _take_local(option: str, entries: Sequence[DataSet]) -> list[DataSet]:
     return [
         replace(entry, path=_local_file(f"{option}[{i}].path", entry.path))
         for i, entry in enumerate(entries)
+    ]
+
+
+def _take_adapters(lora: LoraConfig) -> list[AdapterConfig]:
+    """Return the adapters that take turns, with local paths of their prompts."""
+    return [
+        replace(
+            own,
+            data=[_local_file(f"train.lora.adapters[{i}].data", name) for name in own.data],
+            eval=[_local_file(f"train.lora.adapters[{i}].eval", name) for name in own.eval],
+        )
+        for i, own in enumerate(lora.adapters)
     ]
 
 

@@ -11,13 +11,14 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
-from mcore_rl.checks.inputs import check_run_dir
+from mcore_rl.checks.inputs import check_run_dir, list_adapter_data
 from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.config import (
     AlgorithmConfig,
     Config,
     DataConfig,
+    LoraConfig,
     ModelConfig,
     RolloutConfig,
     TrainConfig,
@@ -32,6 +33,7 @@ from mcore_rl.rollout.scoring import check_same_vocabulary
 from mcore_rl.run.images import check_critic_images
 from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.parity_check import MOST_SEQUENCES, make_probe
+from mcore_rl.run.roles.turns import TurnOrder, TurnPrompts
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
@@ -50,7 +52,7 @@ class TrainInputs:
     """All parts of a training run except its processes."""
 
     policy: ModelFacts
-    prompts: ShuffledStream[Prompt] | MixedPrompts
+    prompts: ShuffledStream[Prompt] | MixedPrompts | TurnPrompts
     held_out: list[Prompt]
     collector: CollectorSpec
     loss: TokenLoss
@@ -58,6 +60,8 @@ class TrainInputs:
     to_texts: TokenTexts
     parity_probe: TrainBatch
     """Prompts that engines and trainer score at the first sync, before there are samples."""
+    turns: TurnOrder | None = None
+    """Whose turn it is among several adapters; None without."""
 
 
 def read_train_inputs(config: Config) -> TrainInputs:
@@ -68,7 +72,7 @@ def read_train_inputs(config: Config) -> TrainInputs:
     """
     check_algorithm(config)
     policy, tokenizer = open_policy(
-        config.model, config.algorithm, config.run.dir, list_prompt_options(config.data)
+        config.model, config.algorithm, config.run.dir, list_train_prompts(config)
     )
     check_training(config.train, config.model, policy)
     check_factors(config.train.lora, config.model, policy, config.run.seed)
@@ -99,7 +103,25 @@ def read_train_inputs(config: Config) -> TrainInputs:
         ),
         to_texts=TokenTexts(tokenizer),
         parity_probe=make_probe(held_out or prompts.first, config.parity_check.sequences),
+        turns=make_turns(config.train.lora, prompts.stream),
     )
+
+
+def make_turns(lora: LoraConfig, prompts: object) -> TurnOrder | None:
+    """Return whose turn it is among several adapters, which `prompts` are told; None without."""
+    if not isinstance(prompts, TurnPrompts):
+        return None
+    turns = TurnOrder([own.name for own in lora.adapters])
+    turns.tell(prompts.choose)
+    return turns
+
+
+def list_train_prompts(config: Config) -> dict[str, list[str]]:
+    """Return the options that must name a training run's prompts: the data of each adapter, too."""
+    of_adapters = list_adapter_data(config.train.lora)
+    if not of_adapters:
+        return list_prompt_options(config.data)
+    return {name: files for name, files in of_adapters.items() if name.endswith(".data")}
 
 
 def list_prompt_options(data: DataConfig) -> dict[str, list[str]]:

@@ -1,5 +1,6 @@
 """Makes the controller that links engines to trainer ranks, from a recipe."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from mcore_rl.config import ModelConfig, ParallelConfig, RolloutConfig, SyncConfig
@@ -25,7 +26,7 @@ def make_links(
     start_step: int,
     is_colocated: bool,
     is_rounded: bool,
-    factors: FactorOptions | None,
+    factors: Sequence[FactorOptions],
 ) -> SyncController:
     """Return the controller that links engines to trainer ranks.
 

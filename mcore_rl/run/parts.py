@@ -68,6 +68,7 @@ from mcore_rl.run.roles.trainer import (
     Packing,
     TrainSpeed,
 )
+from mcore_rl.run.roles.turns import TurnOrder, TurnSync
 from mcore_rl.run.roles.weight_sync import EngineSync
 from mcore_rl.run.rollouts import Rollouts
 from mcore_rl.run.startup import Started
@@ -183,11 +184,15 @@ def connect_stores(started: Started, processes: RunProcesses) -> None:
 
 
 def make_sync(
-    config: Config, run: StartedRun, trainer: PackedStoredTrainer, start_step: int
+    config: Config,
+    run: StartedRun,
+    trainer: PackedStoredTrainer,
+    start_step: int,
+    turns: TurnOrder | None = None,
 ) -> EngineSync:
     """Return the weight sync to the engines, with its parity check.
 
-    start_step   as load_models returned it
+    start_step   as load_models returned it; `turns` of several adapters begin after it
     """
     started, folder, keys = run.started, run.folder, run.processes.keys
     seed = config.run.seed
@@ -224,10 +229,10 @@ def make_sync(
         run.rollouts.fetch,
         image_marks(run.policy),
     )
-    return EngineSync(
-        *(links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus),
-        count_steps=lambda: trainer.num_steps,
-    )
+    parts = links, parity_check, engines.health, engines.look, run.processes.run_watched, gpus
+    weights = TurnSync(*parts, count_steps=lambda: trainer.num_steps)
+    weights.begin_turns(turns, start_step + 1, (started.trainer, links, parity_check))
+    return weights
 
 
 def _make_scorer(config: Config, run: StartedRun) -> PackedTokenTrainer:

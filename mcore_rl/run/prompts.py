@@ -8,6 +8,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.config import (
+    AdapterConfig,
     Config,
     DataConfig,
     EvalConfig,
@@ -28,6 +29,7 @@ from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness
 from mcore_rl.run.images import check_seen, image_prompts, model_with_images
+from mcore_rl.run.roles.turns import TurnPrompts
 from mcore_rl.types import Prompt
 
 
@@ -43,7 +45,7 @@ def set_steps(config: Config) -> Config:
 class TrainPrompts:
     """A run's stream of prompts, and some of its prompts, which the stream still yields."""
 
-    stream: ShuffledStream[Prompt] | MixedPrompts
+    stream: ShuffledStream[Prompt] | MixedPrompts | TurnPrompts
     first: Sequence[Prompt]
 
 
@@ -52,6 +54,7 @@ class PromptReader:
     """Reads the prompts of a recipe.
 
     environment, teacher   agents.environment and the teacher, which may not see images
+    adapters               several that take turns, each with prompts of its own
     """
 
     model: ModelConfig
@@ -62,6 +65,7 @@ class PromptReader:
     teacher: ServedModelConfig
     seed: int
     tokenizer: PreTrainedTokenizerBase
+    adapters: Sequence[AdapterConfig] = ()
 
     @staticmethod
     def make(config: Config, tokenizer: PreTrainedTokenizerBase) -> "PromptReader":
@@ -74,6 +78,7 @@ class PromptReader:
             config.teacher,
             config.run.seed,
             tokenizer,
+            config.train.lora.adapters if config.train.lora.rank else (),
         )
 
     def open_train(self, num_first: int) -> TrainPrompts:
@@ -81,11 +86,23 @@ class PromptReader:
 
         Raises ValueError naming the option or the file if one cannot be used.
         """
+        if self.adapters:
+            return self._open_turns()
         if is_streamed(self.data):
             stream = self._open_stream()
             return TrainPrompts(stream, stream.first(num_first))
         prompts = self.load(self.data.train)
         return TrainPrompts(ShuffledStream(prompts, self.seed, self.data.shuffle), prompts)
+
+    def _open_turns(self) -> TrainPrompts:
+        """Return the prompts of adapters that take turns, loaded whole."""
+        by_adapter = {name: self.load(files) for name, files in map(_name_data, self.adapters)}
+        streams = {
+            name: ShuffledStream(prompts, self.seed, self.data.shuffle)
+            for name, prompts in by_adapter.items()
+        }
+        num_rows = [len(prompts) for prompts in by_adapter.values()]
+        return TrainPrompts(TurnPrompts(streams, num_rows), by_adapter[self.adapters[0].name])
 
     def take_first(self, count: int) -> list[Prompt]:
         """Return `count` prompts of the recipe, 0: all. Raises ValueError as `open_train` does, and
@@ -105,14 +122,18 @@ class PromptReader:
     def load_held_out(self) -> list[Prompt]:
         """Return the prompts of evaluations, if any. Raises ValueError as `load` does.
 
-        Those of eval.data come first; indices count on over the sets.
+        Those of eval.data come first; indices count on over the sets. Each of several adapters
+        answers a set of its own name.
         """
         held_out: list[Prompt] = []
-        named = map(_name_files, self.evaluation.sets)
+        adapters = {own.name for own in self.adapters}
+        named = [*map(_name_files, self.evaluation.sets)]
+        named += map(_name_held_out, self.adapters)
         for name, files in [("", self.evaluation.data), *named]:
             num_before = len(held_out)
+            own = {"set_name": name, "adapter": name if name in adapters else ""}
             held_out += [
-                replace(prompt, index=num_before + i, set_name=name) if name else prompt
+                replace(prompt, index=num_before + i, **own) if name else prompt
                 for i, prompt in enumerate(self.load(files)[: self.evaluation.max_prompts])
             ]
         return held_out
@@ -144,6 +165,14 @@ class PromptReader:
             )
         are_right = Correctness.from_config(self.evaluation, self.reward).are_correct
         return open_prompts(self.data, self.seed, make_tokenizer, are_right)
+
+
+def _name_data(adapter: AdapterConfig) -> tuple[str, list[str]]:
+    return adapter.name, adapter.data
+
+
+def _name_held_out(adapter: AdapterConfig) -> tuple[str, list[str]]:
+    return adapter.name, adapter.eval
 
 
 def _name_files(held_out: EvalSetConfig) -> tuple[str, list[str]]:

@@ -89,6 +89,10 @@ TINY: Mapping[str, Any] = {
 """Replacements for sizes in config.json; keys that the model lacks are not added."""
 
 
+TRAIN, HELD_OUT = "train.parquet", "heldout.parquet"
+"""Files of prompts among the inputs of a rehearsal."""
+
+
 def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     """Return the rehearsal of a recipe; write its model, tokenizer and prompts to
     <run.dir>_rehearsal/inputs.
@@ -108,18 +112,17 @@ def rehearse(config: Config, given: Collection[str] = ()) -> Config:
     rehearsal = replace(
         config,
         rehearse=False,
-        run=_smallest_run(config.run, folder, given),
+        run=_smallest_run(config.run, folder, given, len(config.train.lora.list_adapters())),
         model=replace(config.model, path=str(inputs / "model"), init="random", dtype="float32"),
         parallel=parallel,
-        train=_smallest_train(config.train, parallel.etp),
+        train=_smallest_train(config.train, parallel.etp, inputs),
         critic=critic,
-        data=config.data.reduce_to(str(inputs / "train.parquet"), max_prompt_len),
         rollout=_smallest_rollout(config.rollout, num_gpus),
         agents=_smallest_agents(config.agents),
         # Responses of a random model may all be cut off; filtered, they would move no weight.
         algorithm=replace(config.algorithm, filter_overlong=False),
         reward=_smallest_reward(config.reward, config.judge.is_used),
-        eval=config.eval.reduce_to(str(inputs / "heldout.parquet"), PROMPTS),
+        **_smallest_data(config, inputs, max_prompt_len),
         cluster=_smallest_cluster(config.cluster),
         **smallest_servers(config.sandbox, config.search, inputs),
         sync=replace(config.sync, bucket_mib=min(config.sync.bucket_mib, 1.0)),
@@ -157,9 +160,22 @@ def _tell(upstream: Changes, given: Changes) -> None:
         print(f"rehearsed with {name}={after}, not {before}", file=sys.stderr)
 
 
-def _smallest_run(run: RunConfig, folder: Path, given: Collection[str]) -> RunConfig:
-    """Take one step; steps and resumption that are `given` on the command line stay."""
-    steps = run.steps if "run.steps" in given else 1
+def _smallest_data(config: Config, inputs: Path, max_prompt_len: int) -> dict[str, Any]:
+    """Take the prompts in `inputs`; adapters that take turns have them as their own."""
+    data = config.data.reduce_to(str(inputs / TRAIN), max_prompt_len)
+    evaluation = config.eval.reduce_to(str(inputs / HELD_OUT), PROMPTS)
+    if config.train.lora.adapters:
+        data, evaluation = replace(data, train=[]), replace(evaluation, data=[])
+    return {"data": data, "eval": evaluation}
+
+
+def _smallest_run(
+    run: RunConfig, folder: Path, given: Collection[str], num_turns: int
+) -> RunConfig:
+    """Take a step for each adapter; steps and resumption that are `given` on the command line
+    stay.
+    """
+    steps = run.steps if "run.steps" in given else num_turns
     resume = run.resume and "run.resume" in given
     return replace(run, dir=str(folder), steps=steps, epochs=None, resume=resume)
 
@@ -206,13 +222,16 @@ def _smallest_cluster(cluster: ClusterConfig) -> ClusterConfig:
     return replace(cluster, gpus=None, cpus_per_rank=0.1, object_store_mib=store_mib)
 
 
-def _smallest_train(train: TrainConfig, etp: int) -> TrainConfig:
+def _smallest_train(train: TrainConfig, etp: int, inputs: Path) -> TrainConfig:
     # A tiny model's ranks have less than a block of 128 x 128, and half a group of INT4 each if two
     # share an expert.
     keeps_groups = train.fake_quantization == "int4" and etp == 1
+    prompts = {"data": [str(inputs / TRAIN)], "eval": [str(inputs / HELD_OUT)], "path": ""}
+    adapters = [replace(own, **prompts) for own in train.lora.adapters]
     return replace(
         train,
         fake_quantization="int4" if keeps_groups else "none",
+        lora=replace(train.lora, adapters=adapters),
         max_tokens_per_microbatch=MAX_TOKENS,
         mini_batches=min(train.mini_batches, SMALLEST),
         optimizer=_set_learning_rate(train.optimizer),

@@ -51,6 +51,7 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
     """
     _, options = make_step_options(config)
     num_steps, num_critic_steps = options.count_optimizer_steps(config.run.steps)
+    num_steps //= len(config.train.lora.list_adapters())  # of each, as they take turns
     timeout_s = config.run.call_timeout_s
     watched = processes.run_watched
 

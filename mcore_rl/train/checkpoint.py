@@ -7,7 +7,7 @@ error names the file and the tensor.
 
 import io
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,14 @@ from mcore_rl.train.checkpoint_check import (
     read_places_of,
 )
 from mcore_rl.train.checkpoint_save import Save, discard, start_save
-from mcore_rl.train.lora.saved import check_saved_adapter
+from mcore_rl.train.lora.saved import check_saved_adapters
+from mcore_rl.train.lora.turns import Learner, Turns
 from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
 from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.hf.files import count_not_finite
-from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts
+from mcore_rl.weights.lora.facts import FACTORS, FACTS, encode_adapters
 from mcore_rl.weights.megatron_files.integrity import COPY_AGAIN
 from mcore_rl.weights.megatron_files.metadata import READ_ERRORS, Place
 from mcore_rl.weights.models.mtp import PREFIX, TRAINED
@@ -128,15 +129,14 @@ def _find_not_finite(folder: Path, places: Iterable[Place]) -> str:
 class TrainState:
     """The objects whose state a checkpoint holds, as they are on this rank.
 
-    adapter     whose factors (train/lora) are saved in the place of all weights; None: no adapter
+    turns       all weights with their optimizer, or the adapters (train/lora) that are saved in the
+                place of weights
     hf_config   config.json of the model
     """
 
-    chunks: Sequence[torch.nn.Module]
-    optimizer: MegatronOptimizer
+    turns: Turns
     parallel: ParallelConfig
     hf_config: HfConfig
-    adapter: AdapterFacts | None = None
 
 
 class Checkpointer:
@@ -151,7 +151,7 @@ class Checkpointer:
         """(folder, reason) of saves whose files cannot be written; None: such a save raises."""
         self._pending: Save | None = None
 
-    def save(self, folder: Path, step: int, extra: dict[str, Any]) -> None:
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Start to write the state. The folder counts after `finish` or the next save.
 
         State in device memory is copied to the host first. State that is moved out is written from
@@ -162,14 +162,15 @@ class Checkpointer:
         """
         self.finish()
         sharded = _make_sharded_state(self._state, is_loading=False, readable=self._readable)
+        turns = self._state.turns
         sharded |= {
             "rng": _rng_object(),
-            "step": step,
+            "step": turns.step,
+            "steps": turns.steps,
             "extra": extra,
             "layout": _layout(self._state.parallel),
         }
-        adapter = self._state.adapter
-        texts = {} if adapter is None else {FACTS: adapter.encode()}
+        texts = {FACTS: encode_adapters(turns.facts)} if turns.facts else {}
         with self._collect_failure(folder):
             self._pending = start_save(sharded, folder, self._readable, self.storage, texts)
 
@@ -216,8 +217,8 @@ class Checkpointer:
         if num_writing.item() == 0:
             self.finish()
 
-    def load(self, folder: Path, *, verify: bool = True) -> tuple[int, dict[str, Any]]:
-        """Restore model and optimizer, in the saved layout also generators; return (step, extra).
+    def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
+        """Restore model, optimizers and steps, in the saved layout also generators; return extra.
 
         verify   first compare every byte with checksums.json
         Raises ValueError if `folder` is not a complete checkpoint, is damaged, names code to run,
@@ -227,15 +228,17 @@ class Checkpointer:
         if not (here / "metadata.json").is_file():
             raise ValueError(f"{folder} is not a complete checkpoint: choose another step's folder")
         check_checkpoint(here, verify=verify)
-        check_saved_adapter(folder, here, self._state.adapter, self._state.hf_config)
+        turns = self._state.turns
+        check_saved_adapters(folder, here, turns.facts, self._state.hf_config)
         _check_mtp(folder, here, self._state.hf_config)
-        _check_optimizer(folder, here, self._state.optimizer)
+        _check_optimizer(folder, here, turns.chosen.optimizer)
         with only_safe_pickles(), name_damage(here):
             loaded = self._load(here)
         refuse_not_finite(tensors_in(loaded), here, loaded["step"])
         dist.barrier()
         self.storage.leave(here)
-        return loaded["step"], loaded["extra"]
+        turns.count_from(loaded.get("steps", {"": loaded["step"]}))
+        return loaded["extra"]
 
     def _load(self, folder: Path) -> dict[str, Any]:
         """Return what was loaded, by the names of `save`."""
@@ -245,21 +248,31 @@ class Checkpointer:
         sharded = _make_sharded_state(state, is_loading=True)
         if same_layout:
             sharded["rng"] = _rng_object()
-        if "optimizer" not in common:
-            del sharded["optimizer"]
+        has_optimizer = any(name.partition(".")[0] == "optimizer" for name in common)
+        if not has_optimizer:
+            sharded = {name: own for name, own in sharded.items() if name != "optimizer"}
         loaded = dist_checkpointing.load(sharded, str(folder))
-        for name, chunk in _name_chunks(state.chunks):
-            is_whole = state.adapter is None
-            found = unwrap_model(chunk).load_state_dict(loaded[name], strict=is_whole)
-            assert not any(_is_beside_frozen(key, state) for key in found.missing_keys), found
-        with torch.no_grad():
-            if "optimizer" in common:
-                state.optimizer.load_state_dict(loaded["optimizer"])
-            else:  # a model alone, as mcore-rl-ckpt from-hf writes it
-                state.optimizer.reload_model_params()
+        for learner in state.turns.visit():
+            _load_learner(learner, loaded, state, has_optimizer=has_optimizer)
         if same_layout:
             set_rng_state(loaded["rng"], default_generators())
         return loaded
+
+
+def _load_learner(
+    learner: Learner, loaded: Mapping[str, Any], state: TrainState, *, has_optimizer: bool
+) -> None:
+    """Put what was loaded into the chunks, and into the optimizer if its state was saved."""
+    for name, chunk in _name_chunks(learner.chunks):
+        entry = loaded[_name_entry(name, learner)]
+        is_whole = learner.adapter is None
+        found = unwrap_model(chunk).load_state_dict(entry, strict=is_whole)
+        assert not any(_is_beside_frozen(key, state) for key in found.missing_keys), found
+    with torch.no_grad():
+        if has_optimizer:
+            learner.optimizer.load_state_dict(loaded[_name_entry("optimizer", learner)])
+        else:  # a model alone, as mcore-rl-ckpt from-hf writes it
+            learner.optimizer.reload_model_params()
 
 
 def _check_mtp(folder: Path, here: Path, hf_config: HfConfig) -> None:
@@ -309,6 +322,11 @@ def _name_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
+def _name_entry(name: str, learner: Learner) -> str:
+    """Return the name of a part of the state of one of several adapters, or of the only one."""
+    return f"{name}.{learner.name}" if learner.name else name
+
+
 def _make_sharded_state(
     state: TrainState, *, is_loading: bool, readable: Readable | None = None
 ) -> dict[str, Any]:
@@ -318,26 +336,31 @@ def _make_sharded_state(
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    sharded: dict[str, Any] = {
-        name: _shard_chunk(unwrap_model(chunk), metadata, state)
-        for name, chunk in _name_chunks(state.chunks)
-    }
-    if readable is not None:
-        metadata[READABLE] = readable
-    sharded["optimizer"] = state.optimizer.sharded_state_dict(
-        sharded, is_loading=is_loading, metadata=metadata
-    )
+    of_optimizer = metadata if readable is None else {**metadata, READABLE: readable}
+    sharded: dict[str, Any] = {}
+    for number, learner in enumerate(state.turns.visit()):
+        own = {
+            name: _shard_chunk(unwrap_model(chunk), metadata, state, with_buffers=number == 0)
+            for name, chunk in _name_chunks(learner.chunks)
+        }
+        own["optimizer"] = learner.optimizer.sharded_state_dict(
+            own, is_loading=is_loading, metadata=of_optimizer
+        )
+        sharded |= {_name_entry(name, learner): entry for name, entry in own.items()}
     return sharded
 
 
 def _shard_chunk(
-    model: torch.nn.Module, metadata: dict[str, Any], state: TrainState
+    model: torch.nn.Module, metadata: dict[str, Any], state: TrainState, *, with_buffers: bool
 ) -> dict[str, Any]:
-    """Return the chunk's sharded state; under an adapter what is trained, and buffers, alone."""
+    """Return the chunk's sharded state; under an adapter what is trained, and buffers, alone.
+
+    with_buffers   False: another adapter's part of the state has them
+    """
     sharded = model.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-    if state.adapter is None:
+    if not state.turns.facts:
         return sharded
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers() if with_buffers}
     return {
         name: entry
         for name, entry in sharded.items()

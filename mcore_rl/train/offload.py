@@ -27,6 +27,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mcore_rl.device import allocate_pinned_like, empty_cache, host_memory, synchronize
+from mcore_rl.train.lora.turns import Turns
 from mcore_rl.train.optimizer import parts_of
 from mcore_rl.train.weights import local_tensors
 
@@ -73,11 +74,9 @@ class DeviceMemory:
     Values may change only while "training" is held.
     """
 
-    def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-    ) -> None:
-        self._chunks = chunks
-        self._optimizer = optimizer
+    def __init__(self, turns: Turns) -> None:
+        """`turns` has the chunks, and the optimizer of each adapter or of all weights."""
+        self._turns = turns
         self.find_storages()
 
     def find_storages(self) -> None:
@@ -85,9 +84,15 @@ class DeviceMemory:
 
         Call it while everything is held.
         """
-        weights = _storages(_weights(self._chunks))
-        gradients = _storages(_gradients(self._chunks), has_values=False)
-        state = _storages(list_optimizer_tensors(self._optimizer))
+        learners = list(self._turns.visit())
+        chunks = [chunk for learner in learners for chunk in learner.chunks]
+        weights = _storages(
+            tensor for learner in self._turns.visit() for tensor in _weights(learner.chunks)
+        )
+        gradients = _storages(_gradients(chunks), has_values=False)
+        state = _storages(
+            tensor for learner in learners for tensor in list_optimizer_tensors(learner.optimizer)
+        )
         known = {memory.key for memory in [*weights, *gradients]}
         training = [*gradients, *(memory for memory in state if memory.key not in known)]
         self._parts = {WEIGHTS: weights, TRAINING: training}

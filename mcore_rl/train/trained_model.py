@@ -24,9 +24,11 @@ from mcore_rl.device import forget_peak
 from mcore_rl.device.rank_clock import RankClock
 from mcore_rl.train.checkpoint import Checkpointer, TrainState
 from mcore_rl.train.export import export_hf
+from mcore_rl.train.guarded_optimizer import GuardedOptimizer
 from mcore_rl.train.logprobs import OutputRows, name_scored_rows
-from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, make_adapter
+from mcore_rl.train.lora.adapter import DDP_OF_FACTORS, LoraAdapter, make_adapters
 from mcore_rl.train.lora.frozen import ALONE, BaseSharing
+from mcore_rl.train.lora.turns import Learner, make_turns
 from mcore_rl.train.model import make_chunks
 from mcore_rl.train.mtp.drafts import make_mtp_loss
 from mcore_rl.train.offload import TRAINING, WEIGHTS, DeviceMemory
@@ -85,8 +87,6 @@ class TrainedModel:
         """
         stored = ModelFacts.read(model.path)
         self.hf_config = self._make_config(stored, train)
-        self.step = 0
-        """Optimizer steps taken or skipped."""
         self._hf_path = stored.path
         self._optimizer_config = optimizer
         self._total_steps = total_steps
@@ -109,42 +109,63 @@ class TrainedModel:
         self._output_rows = OutputRows(chunks)
         self._drafts = make_mtp_loss(chunks, self.hf_config, train.mtp_loss, self._output_rows)
         adapted = train.lora, model, stored, self.hf_config
-        self._adapter = make_adapter(chunks, *adapted, seed, sharing)
+        adapters = make_adapters(chunks, *adapted, seed, sharing)
         self.rank_clock = RankClock()
-        self.chunks = self._wrap(chunks)
-        self.optimizer = make_optimizer(optimizer, dtype, self.chunks)
+        self._turns = make_turns(chunks, adapters, self._config, self._make_learner)
         self._shards, _ = weight_layout(self.chunks, self.hf_config)
-        self._memory = DeviceMemory(self.chunks, self.optimizer)
-        self._keep_states(parallel)
-
-    def _keep_states(self, parallel: ParallelConfig) -> None:
-        """Make what copies this rank's state to kept memory and to files."""
-        adapter = self._adapter.facts if self._adapter else None
-        has_factors = adapter is not None
-        self._state = RankState(self.chunks, self.optimizer, self._memory, has_factors=has_factors)
-        state = TrainState(self.chunks, self.optimizer, parallel, self.hf_config, adapter)
+        self._memory = DeviceMemory(self._turns)
+        self._state = RankState(self._turns, self._memory)
+        state = TrainState(self._turns, parallel, self.hf_config)
         self._checkpointer = Checkpointer(state, self._memory.readable)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken or skipped, of all adapters."""
+        return self._turns.step
+
+    @property
+    def chunks(self) -> list[DistributedDataParallel]:
+        """The model's chunks, whose DDP has the gradients of what is trained now."""
+        return self._turns.chosen.chunks
+
+    @property
+    def optimizer(self) -> GuardedOptimizer:
+        """The optimizer of what is trained now."""
+        return self._turns.chosen.optimizer
+
+    @property
+    def _adapter(self) -> LoraAdapter | None:
+        return self._turns.chosen.adapter
+
+    def choose_adapter(self, name: str) -> None:
+        """Compute with adapter `name` from now on, and train it; "": with the one so far.
+
+        Raises ValueError if there is no such adapter.
+        """
+        if name:
+            self._turns.choose(name)
 
     def _make_config(self, stored: ModelFacts, train: TrainConfig) -> HfConfig:
         """Return config.json of the model that is built from the one in the model directory."""
         return stored.config
 
-    def _wrap(self, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-        """Give the chunks Megatron's DDP, of all weights or of low-rank factors alone.
+    def _make_learner(
+        self, chunks: Sequence[torch.nn.Module], adapter: LoraAdapter | None
+    ) -> Learner:
+        """Wrap the chunks for all weights, or for the adapter, whose factors they have.
 
         The clock of this rank's own work stops before gradients are reduced.
         """
         ddp = self._train.ddp
-        name = self._optimizer_config.name
-        if self._adapter is None:
-            wrapped = wrap_chunks(self._config, chunks, ddp, name)
+        optimizer = self._optimizer_config
+        if adapter is None:
+            wrapped = wrap_chunks(self._config, chunks, ddp, optimizer.name)
         else:
-            finalize = self._adapter.finalize_gradients
-            wrapped = wrap_chunks(self._config, chunks, {**ddp, **DDP_OF_FACTORS}, name, finalize)
-            self._adapter.watch_gradients()
-        reduce = self._config.finalize_model_grads_func
-        self._config.finalize_model_grads_func = self.rank_clock.end_before(reduce)
-        return wrapped
+            of_factors = {**ddp, **DDP_OF_FACTORS}, optimizer.name, adapter.finalize_gradients
+            wrapped = wrap_chunks(self._config, chunks, *of_factors)
+        reduce = self.rank_clock.end_before(self._config.finalize_model_grads_func)
+        made = make_optimizer(optimizer, DTYPES[self._dtype], wrapped)
+        return Learner("" if adapter is None else adapter.name, adapter, wrapped, made, reduce)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -211,6 +232,10 @@ class TrainedModel:
         """Return the same of low-rank factors and of the weights below them; {} without factors."""
         return {} if self._adapter is None else self._adapter.layouts()
 
+    def list_adapter_factors(self) -> dict[str, Held]:
+        """Return the same of the factors of several adapters, by name; {} of an only one."""
+        return self._turns.list_factors()
+
     @property
     def frozen_path(self) -> str:
         """Where others can map the weights below low-rank factors; "": nowhere."""
@@ -244,7 +269,7 @@ class TrainedModel:
         Any parts may be in device memory. Returns once these are copied; the folder gets its name
         in `finish_save`, in the next save or in some later train_step.
         """
-        self._checkpointer.save(Path(folder), self.step, extra)
+        self._checkpointer.save(Path(folder), extra)
 
     def outlive_failed_saves(self) -> None:
         """Have saves that cannot be written add to `take_failed_saves`, and raise no more."""
@@ -263,10 +288,9 @@ class TrainedModel:
 
     def load(self, folder: Path, *, verify: bool = True) -> dict[str, Any]:
         """Continue from a checkpoint of the same model in any layout; return its `extra`."""
-        self.step, extra = self._checkpointer.load(Path(folder), verify=verify)
+        extra = self._checkpointer.load(Path(folder), verify=verify)
         self._memory.find_storages()
-        if self._adapter is not None:
-            self._adapter.merge()
+        self._turns.merge()
         return extra
 
     @property
@@ -288,7 +312,7 @@ class TrainedModel:
 
         Returns (number of the copy, its bytes).
         """
-        return self._state.keep(step, self.step)
+        return self._state.keep(step)
 
     @property
     def kept_index(self) -> bytes:
@@ -307,15 +331,24 @@ class TrainedModel:
         """Go back to the state after the loop's `step`; a save in progress is completed first."""
         self.finish_save()
         self.hold((WEIGHTS, TRAINING))
-        self.step = self._state.restore(step)
-        if self._adapter is not None:
-            self._adapter.merge()
+        self._state.restore(step)
+        self._turns.merge()
 
     def export_hf(self, out_dir: Path) -> None:
         """Write a HuggingFace directory: the weights, with the original tokenizer and config.
 
-        Any parts may be in device memory.
+        Any parts may be in device memory. Of several adapters each one's merged weights go to a
+        folder of its name in `out_dir`.
         """
+        chosen = self._turns.chosen.name
+        if len(self._turns.learners) > 1:
+            self.hold((WEIGHTS, TRAINING))
+        for name in self._turns.learners:
+            self.choose_adapter(name)
+            self._export(Path(out_dir) / name)
+        self.choose_adapter(chosen)
+
+    def _export(self, out_dir: Path) -> None:
         shards, tensors = self.weight_layout()
         readable = {name: self._memory.readable(tensor) for name, tensor in tensors.items()}
         export_hf(
@@ -323,7 +356,7 @@ class TrainedModel:
             readable,
             self.hf_config,
             self._dtype,
-            Path(out_dir),
+            out_dir,
             self._hf_path,
             storage=self._checkpointer.storage,
         )
@@ -351,8 +384,7 @@ class TrainedModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        rate = compute_learning_rate(self._optimizer_config, self.step, self._total_steps)
-        set_learning_rate(self.optimizer, rate)
+        rate = self._set_rate()
         if self._drafts is not None:
             self._drafts.begin(batches)
         reports, records = self._run(
@@ -361,7 +393,7 @@ class TrainedModel:
         update = self.optimizer.update([report["sums"]["loss"] for report in reports])
         if update.is_taken and self._adapter is not None:
             self._adapter.merge()
-        self.step += 1
+        self._turns.chosen.step += 1
         router = self._balance(num_tokens, self._train.router_bias_rate if update.is_taken else 0.0)
         work = {**self._work(batches), **(self._keys.reduce(num_tokens) if self._keys else {})}
         work |= {**(self._drafts.end() if self._drafts else {}), **peak_memory()}
@@ -378,6 +410,13 @@ class TrainedModel:
             loss = math.nan  # that of another rank
         of_step = {**metrics, **router, **work, **update.list_metrics(self._apart)}
         return StepStats(loss, update.grad_norm, rate, num_tokens, of_step, failed)
+
+    def _set_rate(self) -> float:
+        """Set the learning rate of the next step of what is trained now, and return it."""
+        step = self._turns.chosen.step
+        rate = compute_learning_rate(self._optimizer_config, step, self._total_steps)
+        set_learning_rate(self.optimizer, rate)
+        return rate
 
     @property
     def _apart(self) -> str:

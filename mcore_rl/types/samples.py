@@ -151,6 +151,7 @@ class Prompt:
     images     in the order of their placeholders, which are expanded in token_ids
     set_name   of a held-out prompt: its entry in eval.sets, or empty
     position   in the stream that a run trains on, where each epoch has other positions; -1: in none
+    adapter    what engines answer it with, by their name; empty: the policy
     """
 
     index: int
@@ -162,6 +163,7 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
     set_name: str = ""
     position: int = -1
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if not self.token_ids:

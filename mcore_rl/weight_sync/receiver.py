@@ -157,7 +157,7 @@ class WeightReceiver:
         if command.action == "swap":
             if command.weights:
                 self._swap(self._connection, version, tensors, verify=command.verify)
-            if command.adapter:
+            if command.adapters:
                 self._install(self._connection, command, version, tensors)
             return Report(self._connection.end.name, self._connection.digest)
         assert not link.staged, (
@@ -177,9 +177,10 @@ class WeightReceiver:
         version: int,
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Install a staged version of an adapter; verify it, and the weights, if asked."""
+        """Install a staged version of adapters; verify it, and the weights, if asked."""
         assert self._served is not None, f"version {version} of an adapter over an unstaged link"
-        self._served.install(command.adapter, version, verify=command.verify)
+        for name in command.adapters:
+            self._served.install(name, version, verify=command.verify)
         if command.verify and not command.weights and connection.received_version is not None:
             connection.check_destination(connection.received_version, tensors)
 

@@ -47,14 +47,17 @@ class WeightSender:
         make_transport: MakeTransport = select_transport,
         adapter: Mapping[Content, Held] | None = None,
         unadapted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        adapters: Mapping[str, Held] | None = None,
     ) -> None:
         """`shards` describes `tensors`, the rank's parameters, which each send reads anew.
 
         adapter     the same of low-rank factors ("factors"), and of the weights below them ("base")
+        adapters    the same of the factors of several adapters, by name
         unadapted   opens a block in which `tensors` are the weights below the factors
         """
         self._unadapted = unadapted
         self._held: dict[Content, Held] = {"weights": (shards, tensors), **(adapter or {})}
+        self._adapters = adapters or {}
         self._rank = rank
         self._make_transport = make_transport
         self._device = common_device(tensors.values())
@@ -105,7 +108,7 @@ class WeightSender:
         """
         self.disconnect(link.engine)
         end = LinkEnd.open(link, self._rank, self._find_device(link.content))
-        shards = self._held[link.content][0]
+        shards = self._find_held(link)[0]
         return self._report(
             link, lambda: PlanExecutor.meet(end, lambda _: shards, self._make_transport)
         )
@@ -114,7 +117,7 @@ class WeightSender:
         self.disconnect(link.engine)
         device = self._find_device(link.content)
         end = LinkEnd.open(link, self._rank, device, roster=roster)
-        shards = self._held[link.content][0]
+        shards = self._find_held(link)[0]
         handshake = PlanHandshake(end, lambda _: shards, self._drafts)
         self._handshakes[link.engine] = handshake
         try:
@@ -187,6 +190,9 @@ class WeightSender:
         if unknown:
             raise ValueError(f"engines {sorted(unknown)} are not connected; call connect first")
 
+    def _find_held(self, link: Link) -> Held:
+        return self._adapters[link.adapter] if link.adapter else self._held[link.content]
+
     def _find_device(self, content: Content) -> torch.device:
         return common_device(self._held[content][1].values())
 
@@ -194,7 +200,7 @@ class WeightSender:
     def _send_to(self, engine: str, version: int, timeout_s: float) -> Report:
         executor = self._executors[engine]
         began_s = time.monotonic()
-        tensors = self._held[executor.end.link.content][1]
+        tensors = self._find_held(executor.end.link)[1]
         try:
             executor.execute(version, tensors, began_s + timeout_s + SENDER_GRACE_S)
             report = executor.make_report(began_s)

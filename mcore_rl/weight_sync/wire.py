@@ -64,6 +64,8 @@ class Link:
     """Kind of the tensors that travel over the link."""
     unadapted: bool = False
     """Whether trainer ranks send the weights below their factors in the place of merged ones."""
+    adapter: str = ""
+    """The adapter whose factors travel, of several that trainer ranks hold; empty: the only one."""
 
     def __post_init__(self) -> None:
         for name in ("num_senders", "num_receivers", "bucket_bytes", "timeout_s"):
@@ -139,7 +141,7 @@ class Command:
 
     It is to join a link, receive a version into the parameters, or swap in a staged version.
 
-    adapter   name of the adapter whose staged version is installed; empty: none is
+    adapters  names of those whose staged version is installed
     weights   whether staged weights are swapped in
     """
 
@@ -148,7 +150,7 @@ class Command:
     version: int | None = None
     verify: bool = False
     """Read the version back from the parameters and compare it with the senders' checksums."""
-    adapter: str = ""
+    adapters: tuple[str, ...] = ()
     weights: bool = True
 
 
@@ -225,7 +227,8 @@ def encode_command(command: Command) -> Tensor:
 
 def decode_command(tensor_u8: Tensor) -> Command:
     fields = json.loads(bytes(tensor_u8.tolist()))
-    return Command(**{**fields, "link": Link(**fields["link"])})
+    named = {"link": Link(**fields["link"]), "adapters": tuple(fields["adapters"])}
+    return Command(**{**fields, **named})
 
 
 def encode_report(report: Report) -> bytes:

@@ -226,8 +226,14 @@ class TrainerWorker(ModelWorker):
 
         return Actor
 
-    def compute_logprobs(self, share: Share, options: LogprobOptions) -> list[TokenScores] | None:
-        """Return the scores; for a StoredBatch, store them and return their columns."""
+    def compute_logprobs(
+        self, share: Share, options: LogprobOptions, adapter: str = ""
+    ) -> list[TokenScores] | None:
+        """Return the scores; for a StoredBatch, store them and return their columns.
+
+        adapter   that scores, of several; "": the one so far
+        """
+        self._model.choose_adapter(adapter)
         scores = self._model.compute_logprobs(self._fetch_tokens(share), options)
         if scores is None or not isinstance(share, StoredBatch):
             return scores
@@ -235,7 +241,10 @@ class TrainerWorker(ModelWorker):
         self._keep(share, columns)
         return [refer_to_columns(columns)]
 
-    def train_step(self, share: Share, *, temperature: float, num_tokens: int) -> RankStep:
+    def train_step(
+        self, share: Share, *, temperature: float, num_tokens: int, adapter: str = ""
+    ) -> RankStep:
+        self._model.choose_adapter(adapter)
         with_tokens = self._fetch_tokens(share)
         with self._capture_step():
             stats = self._model.train_step(
@@ -263,10 +272,13 @@ class TrainerWorker(ModelWorker):
             from mcore_rl.weight_sync.sender import WeightSender
 
             shards, tensors = self._model.select_served_layout(drafts=self._serves_drafts)
-            adapter = self._model.adapter_layouts()
-            without = self._model.without_adapter
             self._sender = WeightSender(
-                shards, tensors, self._rank, adapter=adapter, unadapted=without
+                shards,
+                tensors,
+                self._rank,
+                adapter=self._model.adapter_layouts(),
+                unadapted=self._model.without_adapter,
+                adapters=self._model.list_adapter_factors(),
             )
         return self._sender.describe(content)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mcore_rl.cluster.adapter_slots import list_served_names, make_adapter_slots
-from mcore_rl.config import LoraConfig, ModelConfig
+from mcore_rl.config import AdapterConfig, LoraConfig, ModelConfig
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import compute_base_sum
 from mcore_rl.weights.lora.facts import AdapterFacts
@@ -44,6 +44,19 @@ def test_weights_alone_have_no_names(tmp_path: Path) -> None:
     assert list_served_names(replace(LORA, sync="merged"), has_trainer=True) == ()
     policy = ModelFacts.read(write_model("qwen3", tmp_path))
     assert make_adapter_slots(LORA, policy, has_trainer=False) is None
+
+
+def test_several_adapters_have_a_place_each_and_none_is_the_default(tmp_path: Path) -> None:
+    adapters = [AdapterConfig("ada", rank=8), AdapterConfig("bob")]
+    lora = replace(LORA, name="policy", adapters=adapters)
+    assert list_served_names(lora, has_trainer=True) == ("ada", "bob", "base")
+    policy = ModelFacts.read(write_model("qwen3", tmp_path))
+    slots = make_adapter_slots(lora, policy, has_trainer=True)
+    assert slots is not None
+    assert (slots.names, slots.rank, slots.default) == (("ada", "bob"), 8, "base")
+    run = ModelConfig(path=str(policy.path)), policy, 0
+    with pytest.raises(ValueError, match=r"names 2 adapters, which take turns in mcore-rl train"):
+        check_sampled_adapter(lora, *run)
 
 
 def test_a_folder_that_nothing_would_read_is_refused(tmp_path: Path) -> None:

@@ -133,6 +133,54 @@ def evaluate(start: Callable[..., Run], *settings: str) -> list[str]:
     return [json.loads(line)["response"] for line in samples]
 
 
+@pytest.mark.slow
+def test_adapters_take_turns_and_resume(
+    start: Callable[..., Run], arithmetic: Path, tmp_path: Path
+) -> None:
+    files = f"data:[{arithmetic / 'train.parquet'}],eval:[{arithmetic / 'heldout.parquet'}]"
+    settings = (
+        *SERVED[:-2],
+        *(
+            "data.train=[]",
+            "eval.data=[]",
+            "checkpoint.every_steps=2",
+            "checkpoint.export_hf=false",
+        ),
+        f"train.lora.adapters=[{{name:ada,{files}}},{{name:bob,rank:2,alpha:8,{files}}}]",
+    )
+    run = start("train", *settings, "run.steps=3")
+    assert run.finish() == 2 and "run.steps=3 with 2 train.lora.adapters" in run.tail()
+    run = start("train", *settings, "run.steps=2", run_dir=run.run_dir)
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    folder = run.run_dir
+    run = start("train", *settings, "run.steps=4", run_dir=folder)
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    lines = run.metrics()
+    steps = [line for line in lines if "loss/total" in line]
+    assert [line.get("adapters/ada/version") for line in steps] == [1, None, 2, None]
+    assert [line.get("adapters/bob/version") for line in steps] == [None, 1, None, 2]
+    for line in steps:
+        assert line["logprob_diff/mean"] < 1e-4 and line["sync/parity_diff"] < 1e-4, line
+        assert line["sync/engines_verified"] == 1
+    sizes = [line["sync/mib"] for line in steps]
+    assert sizes[0] == sizes[2] > 1.5 * sizes[1] == 1.5 * sizes[3], sizes
+    held_out = [line for line in lines if "eval/ada/greedy_accuracy" in line]
+    assert held_out and all("eval/bob/greedy_accuracy" in line for line in held_out)
+
+    saved, base = str(folder / "checkpoints" / "step_000004"), str(arithmetic / "model")
+    factors = []
+    for name in ("ada", "bob"):
+        out = tmp_path / name
+        command = ["to-hf", saved, str(out), "--lora", "--name", name, "--source-hf", base]
+        assert main(command) == 0
+        factors.append(read_all(out))
+    shapes = [{key: factor.shape for key, factor in own.items()} for own in factors]
+    assert shapes[0].keys() == shapes[1].keys() and shapes[0] != shapes[1]
+    assert all(factor.any() for own in factors for factor in own.values())
+
+
 def read_all(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}

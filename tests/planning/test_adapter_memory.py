@@ -120,6 +120,18 @@ def test_engines_that_serve_an_adapter_have_buffers_for_it_and_for_the_weights_a
     assert engine_uses(run)["buffers of adapters"] == 2 * 2 * 32 * sides
 
 
+def test_adapters_that_take_turns_add_up() -> None:
+    own = ["train.lora.sync=adapter", "train.lora.experts=false", "data.train=[]", "eval.data=[]"]
+    own.append("train.lora.targets=[q_proj,k_proj,v_proj,o_proj]")
+    turns = "train.lora.adapters=[{name:a,rank:16},{name:b,rank:48}]"
+    run, alone = plan(*own, turns), plan(*own, "train.lora.rank=64")
+    assert uses(run) == uses(alone)
+    assert list_frozen_bytes(run) == list_frozen_bytes(alone) == [2 * ATTENTION]
+    buffers = [engine_uses(each)["buffers of adapters"] for each in (run, alone)]
+    assert buffers[0] / (3 * 48) == buffers[1] / (2 * 64)
+    assert "Engines serve 2 adapters (train.lora.adapters)" in explain_engines(run)
+
+
 def test_the_plan_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", f"recipe={QWEN}", *LORA])
     assert "Frozen weights below the factors (train.lora.rank=32)" in capsys.readouterr().out

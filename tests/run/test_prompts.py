@@ -6,16 +6,20 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config import (
+    AdapterConfig,
     Config,
     DataConfig,
     EvalConfig,
     EvalSetConfig,
+    LoraConfig,
     ModelConfig,
     SourceConfig,
+    TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
 from mcore_rl.data.streamed.mixed import MixedPrompts
 from mcore_rl.run.prompts import PromptReader, set_steps
+from mcore_rl.run.roles.turns import TurnPrompts
 from mcore_rl.tasks.arithmetic import make_tokenizer
 from tests.support.prompt_sets import write_rows
 
@@ -75,6 +79,26 @@ def test_sets_of_held_out_prompts_are_named_and_bounded_each(config: Config) -> 
     assert [prompt.set_name for prompt in prompts] == [""] * 15 + ["a"] * 15 + ["b"] * 15
     assert [prompt.index for prompt in prompts] == [*range(45)]
     assert [p.token_ids for p in prompts[30:]] == [p.token_ids for p in prompts[:15]]
+
+
+def test_each_adapter_has_prompts_of_its_own(config: Config) -> None:
+    [folder] = config.data.train
+    files = sorted(map(str, Path(folder).iterdir()))
+    adapters = [
+        AdapterConfig("ada", [files[0]], eval=[files[1]]),
+        AdapterConfig("bob", [files[1]], rank=2),
+    ]
+    lora = LoraConfig(rank=4, sync="adapter", adapters=adapters)
+    own = replace(config, data=replace(config.data, train=[]), train=TrainConfig(lora=lora))
+    reader = reader_of(own)
+    stream = reader.open_train(num_first=3).stream
+    assert isinstance(stream, TurnPrompts) and stream.get_place().rows == (29, 20)
+    for name in ("ada", "bob"):
+        stream.choose(name)
+        assert {prompt.adapter for prompt in stream.take(3)} == {name}
+    held_out = reader.load_held_out()
+    assert len(held_out) == 20
+    assert {(prompt.set_name, prompt.adapter) for prompt in held_out} == {("ada", "ada")}
 
 
 def test_a_missing_source_is_named(config: Config) -> None:

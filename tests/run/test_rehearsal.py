@@ -143,6 +143,19 @@ def test_steps_and_restarts_can_be_asked_for(tmp_path: Path) -> None:
     assert (asked_for.run.steps, asked_for.run.resume) == (3, True)
 
 
+def test_adapters_take_a_turn_each(tmp_path: Path) -> None:
+    lora = ["rank=8", "sync=adapter", "targets=[q_proj,o_proj]", "experts=false"]
+    lora.append("adapters=[{name:ada,data:[a.parquet]},{name:bob,data:[b.parquet],eval:[c.jsonl]}]")
+    options = [f"run.dir={tmp_path / 'run'}", "rollout.mode=sync", "data.train=[]", "eval.data=[]"]
+    options += ["train.ddp.overlap_grad_reduce=false", *(f"train.lora.{each}" for each in lora)]
+    small = rehearse(load_recipe("qwen3_30b_a3b_grpo_32", options))
+    assert small.run.steps == 2 and small.data.train == small.eval.data == []
+    for own in small.train.lora.adapters:
+        [trained], [held_out] = own.data, own.eval
+        assert trained.endswith("inputs/train.parquet") and Path(trained).is_file()
+        assert held_out.endswith("inputs/heldout.parquet") and Path(held_out).is_file()
+
+
 def test_rewards_differ_and_the_learning_rate_moves_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

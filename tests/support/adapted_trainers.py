@@ -3,7 +3,7 @@
 Each rank holds merged weights, the weights below the factors, and whole factors, as in train/lora.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -35,16 +35,18 @@ def list_adapted(sizes: ToySizes) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in sizes.shapes.items() if name not in frozen}
 
 
-def make_stamp(sizes: ToySizes) -> AdapterStamp:
-    return AdapterStamp(RANK, SCALE, len(list_adapted(sizes)), BASE)
+def make_stamp(sizes: ToySizes, rank: int = RANK) -> AdapterStamp:
+    return AdapterStamp(rank, SCALE, len(list_adapted(sizes)), BASE)
 
 
-def make_factors(seed: int, sizes: ToySizes, dtype: torch.dtype) -> dict[str, Tensor]:
+def make_factors(
+    seed: int, sizes: ToySizes, dtype: torch.dtype, rank: int = RANK
+) -> dict[str, Tensor]:
     """Random factors of a version, by "<HF tensor>.A" and "<HF tensor>.B"."""
     generator = torch.Generator().manual_seed(1000 + seed)
     factors = {}
     for name, (num_rows, num_columns) in list_adapted(sizes).items():
-        for key, shape in (("A", (RANK, num_columns)), ("B", (num_rows, RANK))):
+        for key, shape in (("A", (rank, num_columns)), ("B", (num_rows, rank))):
             factors[f"{name}.{key}"] = torch.randn(shape, generator=generator).to(dtype)
     return factors
 
@@ -59,7 +61,10 @@ def merge(seed: int, sizes: ToySizes, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 class AdaptedTrainers(ThreadTrainers):
-    """TrainerRanks; faults for tests are planted in `senders` and `stamps`."""
+    """TrainerRanks; faults for tests are planted in `held`.
+
+    adapters   ranks of the factors of several adapters, by name
+    """
 
     def __init__(
         self,
@@ -68,36 +73,44 @@ class AdaptedTrainers(ThreadTrainers):
         sizes: ToySizes,
         cut: Cut = expert_cut,
         dtype: torch.dtype = torch.float32,
+        adapters: Mapping[str, int] | None = None,
     ) -> None:
         self.world_size = num_ranks
+        self._ranks = adapters or {}
         self._sizes = sizes
         self._dtype = dtype
         self.calls = []
         self.held: list[dict[Content, Held]] = []
+        self.several: list[dict[str, Held]] = []
         self._senders = []
         names = str(dtype).removeprefix("torch.")
         for rank in range(num_ranks):
             shards, tensors = cut(make_tensors(0, sizes), rank, num_ranks, names)
             adapter = self._make_adapter(shards, tensors, names)
             self.held.append({"weights": (shards, tensors), **adapter})
+            several = {
+                name: self._make_adapter(shards, tensors, names, own)["factors"]
+                for name, own in self._ranks.items()
+            }
+            self.several.append(several)
             unadapted = partial(self._show_base, rank)
-            sender = WeightSender(shards, tensors, rank, make_faulty(faults), adapter, unadapted)
-            self._senders.append(sender)
+            how = make_faulty(faults), adapter, unadapted, several
+            self._senders.append(WeightSender(shards, tensors, rank, *how))
 
     def _make_adapter(
-        self, shards: Sequence[Shard], tensors: dict[str, Tensor], dtype: str
+        self, shards: Sequence[Shard], tensors: dict[str, Tensor], dtype: str, rank: int = RANK
     ) -> dict[Content, Held]:
         adapted = list_adapted(self._sizes)
         own = [shard for shard in shards if shard.box.name in adapted]
         base = {shard.tensor: tensors[shard.tensor].clone() for shard in own}
-        factors: dict[str, Tensor] = {"stamp": torch.tensor(make_stamp(self._sizes).encode())}
+        factors: dict[str, Tensor] = {"stamp": torch.tensor(make_stamp(self._sizes, rank).encode())}
         places = [make_stamp_shard("stamp")]
         for shard in own:
             name = shard.box.name
-            for letter, shape in (("A", (RANK, adapted[name][1])), ("B", (adapted[name][0], RANK))):
+            for letter, shape in (("A", (rank, adapted[name][1])), ("B", (adapted[name][0], rank))):
                 factors[f"{name}.{letter}"] = torch.zeros(shape, dtype=self._dtype)
             both = f"{name}.A", f"{name}.B"
-            places += make_whole_factors(name, adapted[name], RANK, both, dtype)
+            places += make_whole_factors(name, adapted[name], rank, both, dtype)
         return {"base": (own, base), "factors": (places, factors)}
 
     @contextmanager
@@ -109,6 +122,14 @@ class AdaptedTrainers(ThreadTrainers):
         yield
         for name, tensor in merged.items():
             weights[name].copy_(tensor)
+
+    def load_adapter(self, name: str, seed: int) -> None:
+        """Give the trainer ranks other factors of one of several adapters."""
+        factors = make_factors(seed, self._sizes, self._dtype, self._ranks[name])
+        for several in self.several:
+            for key, factor in several[name][1].items():
+                if key != "stamp":
+                    factor.copy_(factors[key])
 
     def load(self, version: int) -> None:
         """Give the trainer ranks the factors of `version`, and merge them."""

@@ -108,9 +108,16 @@ class _MegatronRank:
         self._loss = make_policy_loss(config.algorithm)
         drafts = config.rollout.speculate == "mtp"
         held = self._actor.select_served_layout(drafts=drafts)
-        layouts = held, self._actor.adapter_layouts()
-        without = self._actor.without_adapter
-        self._sender = WeightSender(*layouts[0], self._rank, adapter=layouts[1], unadapted=without)
+        self._sender = WeightSender(
+            *held,
+            self._rank,
+            adapter=self._actor.adapter_layouts(),
+            unadapted=self._actor.without_adapter,
+            adapters=self._actor.list_adapter_factors(),
+        )
+
+    def choose_adapter(self, name: str) -> None:
+        self._actor.choose_adapter(name)
 
     def compute_logprobs(
         self, per_dp: Sequence[Sequence[TrainBatch]], options: LogprobOptions

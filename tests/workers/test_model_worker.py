@@ -28,6 +28,9 @@ class Model:
     def adapter_layouts(self) -> dict[str, Any]:
         return {}
 
+    def list_adapter_factors(self) -> dict[str, Any]:
+        return {}
+
     def without_adapter(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -69,6 +69,7 @@ class ScoredProbe:
     """Token ids of each sequence and the trainer's log-probs of all its tokens but the first.
 
     images        of each sequence; None for a sequence without images
+    adapter       that the trainer scored with, of several; empty: the only policy
     is_compared   bool: whether the log-prob of each token but the first is compared. Engines return
                   meaningless log-probs for placeholders, so with images only responses are compared
     """
@@ -78,6 +79,7 @@ class ScoredProbe:
     trainer_logprobs: list[Tensor]
     images: Sequence[Images | None]
     is_compared: list[Tensor]
+    adapter: str = ""
 
 
 def make_probe(prompts: Iterable[Prompt], num_sequences: int) -> TrainBatch:
@@ -142,6 +144,11 @@ class ParityCheck:
         self._ready = ready
         self._headers = user_headers(keys)
         self._probe: ScoredProbe | None = None
+        self._adapter = ""
+
+    def choose_adapter(self, name: str) -> None:
+        """Compare engines with the trainer by the adapter that it trains from now on."""
+        self._adapter = name
 
     def score_samples(self, version: WeightVersion, batch: StoredBatch) -> None:
         """Score some sequences of `batch` on the trainer, whose weights are `version`.
@@ -177,7 +184,7 @@ class ParityCheck:
         options = LogprobOptions(temperature=1.0)
         logprobs_T = self._trainer.compute_logprobs(probe, options).logprobs_T
         images = select_images(probe.images, [[i] for i in range(len(probe.lens_N))])
-        made = ScoredProbe(version, [], [], images, [])
+        made = ScoredProbe(version, [], [], images, [], self._adapter)
         values = (probe.token_ids_T, logprobs_T, probe.loss_mask_T)
         parts = (split_by_lens(values_T, probe.lens_N) for values_T in values)
         for ids, logprobs, mask, own in zip(*parts, images, strict=True):
@@ -240,10 +247,8 @@ class ParityCheck:
         # Images travel as bytes: the files with a node's patches may be gone by now.
         has_images = any(images is not None for images in probe.images)
         images = probe.images if has_images else ()
-        calls = (
-            score_sequences(url, probe.sequences, self._timeout_s, self._headers, images)
-            for url in urls
-        )
+        how = self._timeout_s, self._headers, images, probe.adapter
+        calls = (score_sequences(url, probe.sequences, *how) for url in urls)
         results = await asyncio.gather(*calls, return_exceptions=True)
         answers = []
         for result in results:

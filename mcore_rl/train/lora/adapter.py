@@ -21,6 +21,7 @@ A tensor's factors lie whole on every rank that holds a part of the tensor (tens
 expert-tensor-parallel ranks for experts), so a checkpoint of them fits any layout:
 
     lora.<HF tensor>.A, lora.<HF tensor>.B     one entry each, written by one rank
+    lora.<adapter>.<HF tensor>.A, ...          likewise of several adapters (turns.py)
 
 A is drawn as in PEFT, B is 0 (arXiv:2106.09685, section 4.1). A critic's value head is trained and
 saved as a whole beside the factors.
@@ -29,8 +30,9 @@ saved as a whole beside the factors.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ from mcore_rl.weights.lora.base import find_base_sum
 from mcore_rl.weights.lora.facts import FACTORS, AdapterFacts, is_of_expert
 from mcore_rl.weights.lora.peft_files import check_start, read_peft
 from mcore_rl.weights.lora.places import (
+    AdapterStamp,
     Content,
     Held,
     make_stamp_shard,
@@ -88,10 +91,17 @@ class LowRankFactors(torch.nn.Module):
     """The factors of a chunk's targets, as parameters "<number>_A" and "<number>_B"."""
 
     def __init__(
-        self, targets: Sequence[AdaptedMatrix], rank: int, dtype: torch.dtype, seed: int
+        self,
+        targets: Sequence[AdaptedMatrix],
+        rank: int,
+        dtype: torch.dtype,
+        seed: int,
+        prefix: str = FACTORS,
     ) -> None:
+        """`prefix` begins their keys in a checkpoint."""
         super().__init__()
         self.targets = tuple(targets)
+        self._prefix = prefix
         for number, target in enumerate(targets):
             out_size, in_size = target.shape
             first = torch.nn.Parameter(_draw_first(target.name, rank, in_size, seed).to(dtype))
@@ -115,7 +125,7 @@ class LowRankFactors(torch.nn.Module):
         for number, (target, first, second) in enumerate(self.list_pairs()):
             for letter, parameter in (("A", first), ("B", second)):
                 state[f"{prefix}{number}_{letter}"] = ShardedTensor.from_rank_offsets(
-                    f"{FACTORS}{target.name}.{letter}",
+                    f"{self._prefix}{target.name}.{letter}",
                     parameter,
                     replica_id=(0, target.group.rank(), _find_replica(target)),
                 )
@@ -186,13 +196,15 @@ def _find_group(is_expert: bool) -> dist.ProcessGroup:
     return ps.get_tensor_model_parallel_group()
 
 
+_MODULE = FACTORS.rstrip(".")
+"""A chunk's attribute that has the factors which are trained now."""
 _STAMP = "stamp"
 """Local tensor of the stamp that factors travel with."""
 DDP_OF_FACTORS = {"overlap_grad_reduce": False}
 """Factors get their gradients outside of autograd, which DDP would watch; they are small."""
 
 
-def make_adapter(
+def make_adapters(
     chunks: Sequence[torch.nn.Module],
     config: LoraConfig,
     model: ModelConfig,
@@ -200,24 +212,30 @@ def make_adapter(
     hf_config: HfConfig,
     seed: int,
     sharing: BaseSharing = ALONE,
-) -> "LoraAdapter | None":
-    """Return the adapter that a recipe trains, new or from `config.path`; a collective.
+) -> "list[LoraAdapter]":
+    """Return the adapters that a recipe trains, new or from their `path`; a collective.
 
-    None if all weights are trained. `hf_config` describes the model that is built, which may have a
-    value head that `stored` lacks. One rank reads what the base's checksum needs. Raises
-    ValueError as `list_targets` and `check_start` do.
+    [] if all weights are trained; several over the same frozen weights with `config.adapters`.
+    `hf_config` describes the model that is built, which may have a value head that `stored` lacks.
+    One rank reads what the base's checksum needs. Raises ValueError as `list_targets` and
+    `check_start` do.
     """
     if not config.rank:
-        return None
+        return []
     sums = [""]
     if dist.get_rank() == 0:
         sums = [find_base_sum(model.init, stored, seed)]
     dist.broadcast_object_list(sums)
-    facts = AdapterFacts.make(config, hf_config, sums[0], str(stored.path))
-    adapter = LoraAdapter(chunks, facts, hf_config, seed, sharing)
-    if config.path:
-        adapter.start_from(Path(config.path), hf_config)
-    return adapter
+    adapters: list[LoraAdapter] = []
+    for name, own in config.list_adapters().items():
+        facts = AdapterFacts.make(own, hf_config, sums[0], str(stored.path))
+        if adapters:
+            adapters.append(adapters[0].make_another(facts, seed, name))
+        else:
+            adapters.append(LoraAdapter(chunks, facts, hf_config, seed, sharing, name))
+        if own.path:
+            adapters[-1].start_from(Path(own.path), hf_config)
+    return adapters
 
 
 class LoraAdapter:
@@ -230,34 +248,60 @@ class LoraAdapter:
         hf_config: HfConfig,
         seed: int,
         sharing: BaseSharing = ALONE,
+        name: str = "",
     ) -> None:
         """Freeze the chunks, which have their weights, and give them factors; a collective.
 
-        A critic's value head is trained as a whole beside them.
+        A critic's value head is trained as a whole beside them. `name`: of one of several adapters.
         """
         self._chunks = chunks
-        self.facts = facts
         names = list_targets(hf_config, facts.targets, facts.experts)
         shapes = hf_tensor_shapes(hf_config)
         shards, tensors = weight_layout(chunks, hf_config)
         cut = {name for name, parameter in _parameters(chunks) if _is_cut(parameter)}
-        targets = find_targets(shards, shapes, names, cut)
+        self._targets = find_targets(shards, shapes, names, cut)
         head = find_value_head(hf_config)
-        self._factors: list[LowRankFactors] = []
         self._tensors = tensors
-        for i, chunk in enumerate(chunks):
-            for name, parameter in chunk.named_parameters():
-                parameter.requires_grad_(name == head)
-            own = [t for t in targets if t.shards[0].tensor.startswith(f"{i}.")]
-            dtype = next(chunk.parameters()).dtype
-            factors = LowRankFactors(own, facts.rank, dtype, seed)
-            chunk.add_module(FACTORS.rstrip("."), factors.to(next(chunk.parameters()).device))
-            self._factors.append(factors)
-        held = {shard.tensor for target in targets for shard in target.shards}
-        self._frozen = FrozenWeights({name: tensors[name] for name in sorted(held)}, sharing)
-        self._stamp = torch.tensor(
-            facts.make_stamp(hf_config).encode(), device=next(chunks[0].parameters()).device
-        )
+        for chunk in chunks:
+            for parameter_name, parameter in chunk.named_parameters():
+                parameter.requires_grad_(parameter_name == head)
+        held = {shard.tensor for target in self._targets for shard in target.shards}
+        self._frozen = FrozenWeights({key: tensors[key] for key in sorted(held)}, sharing)
+        stamp = facts.make_stamp(hf_config)
+        self._take(facts, seed, name, stamp.num_matrices)
+
+    def make_another(self, facts: AdapterFacts, seed: int, name: str) -> "LoraAdapter":
+        """Return an adapter of the same matrices over the same frozen weights."""
+        assert (facts.targets, facts.experts) == (self.facts.targets, self.facts.experts), facts
+        other = copy(self)
+        other._take(facts, seed, name, self._num_matrices)
+        return other
+
+    def _take(self, facts: AdapterFacts, seed: int, name: str, num_matrices: int) -> None:
+        """Draw the factors, and put them into the chunks."""
+        self.facts = facts
+        self.name = name
+        self._num_matrices = num_matrices
+        self._factors: list[LowRankFactors] = []
+        prefix = f"{FACTORS}{name}." if name else FACTORS
+        for i, chunk in enumerate(self._chunks):
+            own = [t for t in self._targets if t.shards[0].tensor.startswith(f"{i}.")]
+            first = next(chunk.parameters())
+            factors = LowRankFactors(own, facts.rank, first.dtype, seed, prefix)
+            self._factors.append(factors.to(first.device))
+        stamp = AdapterStamp(facts.rank, facts.scale, num_matrices, facts.base)
+        self._stamp = torch.tensor(stamp.encode(), device=next(self._chunks[0].parameters()).device)
+        self.put_in()
+
+    def put_in(self) -> None:
+        """Make these the factors of the chunks; those of another adapter leave them."""
+        for chunk, factors in zip(self._chunks, self._factors, strict=True):
+            chunk.add_module(_MODULE, factors)
+
+    @property
+    def is_in(self) -> bool:
+        """Whether these are the factors of the chunks."""
+        return getattr(self._chunks[0], _MODULE) is self._factors[0]
 
     @torch.no_grad()
     def start_from(self, folder: Path, hf_config: HfConfig) -> None:
@@ -279,6 +323,10 @@ class LoraAdapter:
     def layouts(self) -> dict[Content, Held]:
         """Return what this rank holds of the frozen weights, in host memory, and of factors."""
         base = [shard for factors in self._factors for t in factors.targets for shard in t.shards]
+        return {"base": (base, dict(self._frozen.copies)), "factors": self.list_factors()}
+
+    def list_factors(self) -> Held:
+        """Return the shards of the whole factors, and of their stamp, and the tensors."""
         shards = [make_stamp_shard(_STAMP)]
         tensors = {_STAMP: self._stamp}
         for i, factors in enumerate(self._factors):
@@ -288,7 +336,7 @@ class LoraAdapter:
                 dtype = str(first.dtype).removeprefix("torch.")
                 rank = self.facts.rank
                 shards += make_whole_factors(matrix.name, matrix.shape, rank, names, dtype)
-        return {"base": (base, dict(self._frozen.copies)), "factors": (shards, tensors)}
+        return shards, tensors
 
     def finalize_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Do what megatron-core's finalize_model_grads does, for factors."""
@@ -301,9 +349,10 @@ class LoraAdapter:
         finalize_model_grads(*args, **kwargs)
 
     def watch_gradients(self) -> None:
-        """Turn gradients of adapted weights into those of factors from now on.
+        """Turn gradients of adapted weights into those of factors, while these are in the chunks.
 
-        DDP must have its buffers already, which would hold the weights' gradients otherwise.
+        The DDPs of all adapters must have their buffers already, which would hold the weights'
+        gradients otherwise.
         """
         by_tensor: dict[str, list[tuple[Shard, float, Tensor, Tensor]]] = {}
         for factors in self._factors:
@@ -315,7 +364,11 @@ class LoraAdapter:
         for name, entries in by_tensor.items():
             parameter = parameters[name]
             parameter.requires_grad_(True)
-            parameter.register_post_accumulate_grad_hook(_Projection(name, entries))
+            project = _Projection(name, entries, lambda: self.is_in)
+            parameter.register_post_accumulate_grad_hook(project)
+
+    def pass_gradients_on(self) -> None:
+        """Have the first layers want gradients of their input; once for all adapters."""
         for chunk in self._chunks:
             embedding = getattr(unwrap_model(chunk), "embedding", None)
             if embedding is not None:
@@ -352,12 +405,21 @@ class LoraAdapter:
 class _Projection:
     """Turns the gradient of a parameter into those of its tensors' factors, and drops it."""
 
-    def __init__(self, name: str, entries: Sequence[tuple[Shard, float, Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        entries: Sequence[tuple[Shard, float, Tensor, Tensor]],
+        is_in: Callable[[], bool],
+    ) -> None:
+        """`is_in` returns whether the factors are those that are trained now."""
         self._name = name
         self._entries = entries
+        self._is_in = is_in
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
+        if not self._is_in():
+            return
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the adapter that a run trains, before anything of it is loaded."""
+"""Compares a checkpoint with the adapters that a run trains, before anything of it is loaded."""
 
 from collections.abc import Mapping
 from math import prod
@@ -10,7 +10,7 @@ from mcore_rl.weights.lora.facts import (
     OF_CRITIC,
     OF_POLICY,
     AdapterFacts,
-    refuse_other_adapter,
+    refuse_other_adapters,
 )
 from mcore_rl.weights.lora.whole import check_whole
 from mcore_rl.weights.megatron_files.metadata import read_metadata_of, read_shape
@@ -18,20 +18,25 @@ from mcore_rl.weights.models.table import HfConfig, Shape
 from mcore_rl.weights.models.value_head import VALUE_HEAD, find_value_head
 
 
-def check_saved_adapter(
-    folder: Path, here: Path, own: AdapterFacts | None, hf_config: HfConfig
+def check_saved_adapters(
+    folder: Path, here: Path, own: Mapping[str, AdapterFacts], hf_config: HfConfig
 ) -> None:
     """Raise ValueError unless a checkpoint holds exactly what this run trains.
 
     here   local copy of `folder` that is read; messages name `folder`
-    own    the run's adapter; None: the run trains all weights
+    own    the run's adapters by name, "" being the name of an only one; {}: all weights are trained
     """
     head = find_value_head(hf_config)
-    refuse_other_adapter(folder, own, here, OF_POLICY if head is None else OF_CRITIC)
-    if own is None:
+    refuse_other_adapters(folder, own, here, OF_POLICY if head is None else OF_CRITIC)
+    if not own:
         return
     stored = read_metadata_of(here).get("state_dict_metadata")
-    check_whole(_read_factor_shapes(folder, stored), own.list_factor_shapes(hf_config), folder)
+    wanted = {
+        f"{name}.{key}" if name else key: shape
+        for name, facts in own.items()
+        for key, shape in facts.list_factor_shapes(hf_config).items()
+    }
+    check_whole(_read_factor_shapes(folder, stored), wanted, folder)
     has_head = VALUE_HEAD in stored
     if has_head != (head is not None):
         saved, wanted = ("a critic", "a policy") if has_head else ("a policy", "a critic")

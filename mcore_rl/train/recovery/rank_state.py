@@ -23,8 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
@@ -39,6 +37,7 @@ from mcore_rl.process.kept_copies import (
 )
 from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
 from mcore_rl.train.checkpoint_check import load_safely
+from mcore_rl.train.lora.turns import Turns
 from mcore_rl.train.offload import DeviceMemory, list_optimizer_tensors
 from mcore_rl.train.optimizer import parts_of
 from mcore_rl.train.recovery.spans import check_named, list_spans
@@ -212,18 +211,9 @@ def _describe(tensors: Sequence[Tensor]) -> str:
 class RankState:
     """The state of one rank's share of a model, and the kept memory for its copies."""
 
-    def __init__(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        optimizer: MegatronOptimizer,
-        memory: DeviceMemory,
-        *,
-        has_factors: bool = False,
-    ) -> None:
-        """`has_factors`: the optimizer has low-rank factors, and weights come from model.path."""
-        self._chunks = chunks
-        self._has_factors = has_factors
-        self._optimizer = optimizer
+    def __init__(self, turns: Turns, memory: DeviceMemory) -> None:
+        """`turns` has what is trained; below low-rank factors weights come from model.path."""
+        self._turns = turns
         self._memory = memory
         self._generations: list[Generation] = []
 
@@ -238,7 +228,7 @@ class RankState:
         storages = self._find_storages()
         places, _ = place_tensors(list(storages.values()))
         starts = {key: start for key, (start, _) in zip(storages, places, strict=True)}
-        return encode_index(list_spans(self._chunks, self._optimizer, starts))
+        return encode_index(list_spans(self._turns, starts))
 
     def use(self, paths: Sequence[str]) -> None:
         """Keep copies in the memory at these paths, which may hold copies of an earlier process.
@@ -252,13 +242,13 @@ class RankState:
         """The steps whose copies are whole."""
         return sorted(g.step for g in self._generations if g.step is not None)
 
-    def keep(self, step: int, optimizer_steps: int) -> tuple[int, int]:
+    def keep(self, step: int) -> tuple[int, int]:
         """Copy the state after `step` in the place of the oldest copy.
 
         Parts of the model may be moved out to host memory. Returns (number of the copy, its bytes).
         """
         oldest = self._find_oldest()
-        small = self._read_small(optimizer_steps)
+        small = self._read_small()
         tensors = self._list_bytes()
         return oldest, self._generations[oldest].write(step, small, tensors, self.index)
 
@@ -270,7 +260,7 @@ class RankState:
         Returns the number of the copy that was made. Raises StateLostError if one is damaged, and
         ValueError if none has a part of the state.
         """
-        check_named(self._chunks, self._optimizer)
+        check_named(self._turns)
         sources = {name: Generation(path) for name, path in paths.items()}
         oldest = self._find_oldest()
         tensors = self._list_bytes()
@@ -283,8 +273,8 @@ class RankState:
         return ages.index(min(ages))
 
     @torch.no_grad()
-    def restore(self, step: int) -> int:
-        """Go back to the state after `step`; return the optimizer steps that it had taken.
+    def restore(self, step: int) -> None:
+        """Go back to the state after `step`.
 
         All parts must be in device memory. A collective over all ranks. Raises StateLostError if
         the copy is not whole.
@@ -296,12 +286,12 @@ class RankState:
         for later in self._generations:
             if later.step is not None and later.step > step:
                 later.clear()  # of a step that is done again
-        optimizer_steps = self._write_small(load_safely(io.BytesIO(small), "a rank's kept state"))
-        for part in parts_of(self._optimizer):
-            part._copy_main_params_to_model_params()
-        for chunk in self._chunks:
-            chunk.start_param_sync(force_sync=True)
-        return optimizer_steps
+        self._write_small(load_safely(io.BytesIO(small), "a rank's kept state"))
+        for learner in self._turns.learners.values():
+            for part in parts_of(learner.optimizer):
+                part._copy_main_params_to_model_params()
+            for chunk in learner.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def _list_bytes(self) -> list[Tensor]:
         """Return the bytes of all kept tensors, each storage once, in an order that never changes.
@@ -320,28 +310,32 @@ class RankState:
         return {key: bytes_B for key, bytes_B in found.items() if bytes_B.numel()}
 
     def _list_tensors(self) -> Iterator[Tensor]:
-        yield from list_optimizer_tensors(self._optimizer)
-        for chunk in self._chunks:
+        for learner in self._turns.learners.values():
+            yield from list_optimizer_tensors(learner.optimizer)
+        has_factors = bool(self._turns.facts)
+        for chunk in self._turns.chosen.chunks:
             yield from unwrap_model(chunk).buffers()
             for parameter in chunk.parameters():
-                if not parameter.requires_grad and not self._has_factors:
+                if not parameter.requires_grad and not has_factors:
                     yield parameter.detach()
 
-    def _read_small(self, optimizer_steps: int) -> bytes:
+    def _list_groups(self) -> list[dict[str, Any]]:
+        learners = self._turns.learners.values()
+        parts = [part for learner in learners for part in parts_of(learner.optimizer)]
+        return [group for part in parts for group in part.optimizer.param_groups]
+
+    def _read_small(self) -> bytes:
         groups = [
             {name: value for name, value in group.items() if name != "params"}
-            for part in parts_of(self._optimizer)
-            for group in part.optimizer.param_groups
+            for group in self._list_groups()
         ]
         file = io.BytesIO()
         rng = rng_state(default_generators())
-        torch.save({"steps": optimizer_steps, "groups": groups, "rng": rng}, file)
+        torch.save({"steps": self._turns.steps, "groups": groups, "rng": rng}, file)
         return file.getvalue()
 
-    def _write_small(self, small: dict[str, Any]) -> int:
-        parts = parts_of(self._optimizer)
-        groups = [group for part in parts for group in part.optimizer.param_groups]
-        for group, saved in zip(groups, small["groups"], strict=True):
+    def _write_small(self, small: dict[str, Any]) -> None:
+        for group, saved in zip(self._list_groups(), small["groups"], strict=True):
             group.update(saved)
+        self._turns.count_from(small["steps"])
         set_rng_state(small["rng"], default_generators())
-        return small["steps"]

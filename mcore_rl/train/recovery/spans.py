@@ -6,26 +6,21 @@ alone divides them. Frozen weights and buffers are whole on each rank. They go t
 same coordinates in the other layout.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from mcore_rl.process.kept_copies import Span
+from mcore_rl.train.lora.turns import Turns
 from mcore_rl.train.offload import list_optimizer_tensors
 from mcore_rl.train.optimizer import list_own_states, parts_of
 from mcore_rl.train.runtime import rank_coordinate
 
 
-def list_spans(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    places: Mapping[int, int],
-) -> list[Span]:
+def list_spans(turns: Turns, places: Mapping[int, int]) -> list[Span]:
     """Return the spans of all kept tensors of this rank.
 
     places   by the key of a storage, where its bytes begin in a copy; storages of tensors that are
@@ -33,15 +28,20 @@ def list_spans(
     """
     return [
         Span(key, start * tensor.itemsize, start * tensor.itemsize + tensor.nbytes, place)
-        for key, start, tensor in _list_own(chunks, optimizer)
+        for key, start, tensor in _list_own(turns)
         if (place := _find_place(tensor, places)) is not None
     ]
 
 
-def check_named(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Raise ValueError if the optimizer has a state that no span has."""
-    named = {_find_memory(tensor) for _, _, tensor in _list_own(chunks, optimizer)}
-    tensors = (tensor for tensor in list_optimizer_tensors(optimizer) if tensor.numel())
+def check_named(turns: Turns) -> None:
+    """Raise ValueError if an optimizer has a state that no span has."""
+    named = {_find_memory(tensor) for _, _, tensor in _list_own(turns)}
+    tensors = (
+        tensor
+        for learner in turns.learners.values()
+        for tensor in list_optimizer_tensors(learner.optimizer)
+        if tensor.numel()
+    )
     shapes = [tuple(tensor.shape) for tensor in tensors if _find_memory(tensor) not in named]
     if shapes:
         raise ValueError(
@@ -64,22 +64,22 @@ def _find_place(tensor: Tensor, places: Mapping[int, int]) -> int | None:
     return places[storage] + offset
 
 
-def _list_own(
-    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
-) -> Iterator[tuple[str, int, Tensor]]:
+def _list_own(turns: Turns) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (key, first element in the flat state, the elements that this rank has)."""
-    names = {
-        id(parameter): f"{number}.{name}"
-        for number, chunk in enumerate(chunks)
-        for name, parameter in unwrap_model(chunk).named_parameters()
-    }
-    for part in parts_of(optimizer):
-        for parameter, start, states in list_own_states(part):
-            place = _name_place(parameter)
-            for kind, tensor in states.items():
-                yield f"{place}/{names[id(parameter)]}/{kind}", start, tensor
+    for learner in turns.visit():
+        names = {
+            id(parameter): f"{number}.{name}"
+            for number, chunk in enumerate(learner.chunks)
+            for name, parameter in unwrap_model(chunk).named_parameters()
+        }
+        whose = f"{learner.name}/" if learner.name else ""
+        for part in parts_of(learner.optimizer):
+            for parameter, start, states in list_own_states(part):
+                place = _name_place(parameter)
+                for kind, tensor in states.items():
+                    yield f"{place}/{whose}{names[id(parameter)]}/{kind}", start, tensor
     here = _name_coordinate()
-    for number, chunk in enumerate(chunks):
+    for number, chunk in enumerate(turns.chosen.chunks):
         model = unwrap_model(chunk)
         frozen = ((n, p.detach()) for n, p in model.named_parameters() if not p.requires_grad)
         for name, tensor in (*model.named_buffers(), *frozen):

@@ -49,12 +49,16 @@ class AdapterSync(FactorSync):
         return await self._start_send(version, links)
 
     async def _command_swap(self, target: SyncTarget, version: int) -> None:
-        """Install the version of the adapter, and the first time swap in the weights below it."""
+        """Install the version of the adapter that came.
+
+        The first time it is a version of each adapter, and the weights below them are swapped in.
+        """
+        is_first = target.engine.served_version is None
         await target.engine.command(
             target.control,
             "swap",
             version,
             verify=self._is_to_verify(target),
-            adapter=self._options.name,
-            weights=target.engine.served_version is None,
+            adapters=tuple(self._factors) if is_first else (self._options.name,),
+            weights=is_first,
         )

@@ -44,6 +44,7 @@ class FactorOptions:
     on_gpu   whether engines keep the weights below factors on their GPUs, not on the host
     targets, experts  what is adapted, as in LoraConfig
     name     of the adapter that engines serve beside the weights; empty: they merge the factors
+    is_one_of_several   trainer ranks hold the factors by that name
     """
 
     stamp: AdapterStamp
@@ -51,6 +52,12 @@ class FactorOptions:
     targets: tuple[str, ...] = ()
     experts: bool = True
     name: str = ""
+    is_one_of_several: bool = False
+
+    @property
+    def held_as(self) -> str:
+        """The name by which trainer ranks hold the factors; "": they hold no others."""
+        return self.name if self.is_one_of_several else ""
 
     def record(self, layouts: str, content: Content) -> str:
         """Return the layouts of a link with that content, given encoded RecordedLayouts or ""."""
@@ -65,6 +72,7 @@ class _Opening:
     """An engine that gets links for factors, and, to merge them, for the weights below them."""
 
     target: SyncTarget
+    options: FactorOptions
     linked: Mapping[Content, LinkedEngine]
 
     @property
@@ -85,18 +93,22 @@ class _Opening:
 
 def choose_factors(
     lora: LoraConfig, model: ModelConfig, rollout: RolloutConfig, policy: ModelFacts, seed: int
-) -> FactorOptions | None:
-    """Return what engines that get low-rank factors are linked for; None: they get all weights.
+) -> tuple[FactorOptions, ...]:
+    """Return what engines that get low-rank factors are linked for; (): they get all weights.
 
-    Reads as little of the model directory as `find_base_sum`.
+    Several with `lora.adapters`. Reads as little of the model directory as `find_base_sum`.
     """
     if not sends_factors(lora, rollout.stage_weights) and not serves_adapter(lora):
-        return None
+        return ()
     base = find_base_sum(model.init, policy, seed)
-    facts = AdapterFacts.make(lora, policy.config, base, model.path)
-    stamp, on_gpu = facts.make_stamp(policy.config), lora.engine_base == "gpu"
-    name = lora.name if serves_adapter(lora) else ""
-    return FactorOptions(stamp, on_gpu, tuple(lora.targets), lora.experts, name)
+    on_gpu = lora.engine_base == "gpu"
+    chosen = []
+    for name, own in lora.list_adapters().items():
+        facts = AdapterFacts.make(own, policy.config, base, model.path)
+        served_as = own.name if serves_adapter(lora) else ""
+        options = on_gpu, tuple(own.targets), own.experts, served_as, bool(name)
+        chosen.append(FactorOptions(facts.make_stamp(policy.config), *options))
+    return tuple(chosen)
 
 
 class FactorSync(StagedSync):
@@ -112,24 +124,33 @@ class FactorSync(StagedSync):
         mixed: set[str],
         relay_host: str | None,
         verify_every: int,
-        options: FactorOptions,
+        factors: Sequence[FactorOptions],
         host: str,
     ) -> None:
-        """As StagedSync; `host` is this process's address."""
+        """As StagedSync; `host` is this process's address.
+
+        factors   of each adapter; later syncs bring a version of the one that was chosen last, at
+                  first of the first
+        """
         super().__init__(trainers, timeout_s, mixed, relay_host, verify_every)
-        self._options = options
+        self._factors = {options.name: options for options in factors}
+        self._options = factors[0]
         self._host = host
         self._linker: EngineLinker | None = None
 
     def forget_trainers(self) -> None:
         self._linker = None
 
+    def choose(self, name: str) -> None:
+        """Have later syncs bring versions of the adapter `name`."""
+        self._options = self._factors[name]
+
     async def run(self, version: int, targets: Sequence[SyncTarget]) -> list[EngineSyncResult]:
         results: dict[str, EngineSyncResult] = {}
-        known = [target for target in targets if target.engine.factors is not None]
+        known = [target for target in targets if target.engine.factors]
         if known:
             results |= await self._move_factors(version, known)
-        new = [target for target in targets if target.engine.factors is None]
+        new = [target for target in targets if not target.engine.factors]
         if new:
             results |= await self._begin(version, new)
         return [results[target.url] for target in targets]
@@ -149,17 +170,14 @@ class FactorSync(StagedSync):
     ) -> dict[str, EngineSyncResult]:
         """Send factors of `version`; swap in what engines made of them. Return url -> result."""
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
-        links = {
-            target.url: target.engine.factors.link.engine
-            for target in targets
-            if target.engine.factors is not None
-        }
+        options = self._options
+        links = {target.url: target.engine.factors[options.name].link.engine for target in targets}
         verified = [target.url for target in targets if self._is_to_verify(target)]
         sending = asyncio.ensure_future(self._send(version, list(links.values()), verified))
 
         async def stage(target: SyncTarget) -> list[Report]:
             request = AdapterRequest(
-                self._options.stamp, verify=target.url in verified, name=self._options.name
+                options.stamp, verify=target.url in verified, name=options.name
             )
             has_failed = partial(send_has_failed, sending, links[target.url])
             of_version = StageRequest(version, adapter=request)
@@ -184,12 +202,27 @@ class FactorSync(StagedSync):
     async def _open_links(
         self, version: int, targets: Sequence[SyncTarget]
     ) -> list[EngineSyncResult]:
-        """Open links for factors with engines that serve `version`."""
+        """Open links for factors with engines that have the weights of `version`."""
+        results: list[EngineSyncResult] = []
+        for options in self._factors.values():
+            opened = await self._open_links_of(options, version, targets)
+            results = add_up(results, opened)
+            targets = [target for target in targets if _is_served(target, results)]
+        return results
+
+    async def _open_links_of(
+        self, options: FactorOptions, version: int, targets: Sequence[SyncTarget]
+    ) -> list[EngineSyncResult]:
+        """Open the links for the factors of one adapter."""
         if not targets:
             return []
         deadline_s = time.monotonic() + self._timeout_s + GRACE_S
         openings = [
-            _Opening(target, {kind: self._make_link(target.engine, kind) for kind in self.kinds})
+            _Opening(
+                target,
+                options,
+                {kind: self._make_link(target.engine, kind, options) for kind in self.kinds},
+            )
             for target in targets
         ]
         sending = asyncio.ensure_future(self._join_and_send(version, openings, deadline_s))
@@ -203,7 +236,7 @@ class FactorSync(StagedSync):
             result = self._judge(opening.factors.link.engine, reports, sent)
             error = result.error
             if error is None:
-                target.engine.factors = opening.factors
+                target.engine.factors[options.name] = opening.factors
             else:
                 error = f"engine {target.url} cannot take factors: {error}"
             results.append(replace(result, url=target.url, error=error))
@@ -216,7 +249,7 @@ class FactorSync(StagedSync):
         sending: "asyncio.Future[Sequence[Mapping[str, Report]]]",
         deadline_s: float,
     ) -> list[Report]:
-        options = self._options
+        options = opening.options
         base, factors = opening.find_link("base"), opening.find_link("factors")
         request = AdapterRequest(
             options.stamp, base, factors, on_gpu=options.on_gpu, name=options.name
@@ -258,17 +291,21 @@ class FactorSync(StagedSync):
             self._linker = EngineLinker(self._trainers, facts)
         return self._linker
 
-    def _make_link(self, engine: LinkedEngine, kind: Content) -> LinkedEngine:
+    def _make_link(
+        self, engine: LinkedEngine, kind: Content, options: FactorOptions
+    ) -> LinkedEngine:
         """Return a link of the engine's ranks with a store of its own."""
         store = LinkStore.serve(self._host, engine.link.timeout_s)
+        what = f"{kind} of {options.held_as}" if options.held_as else kind
         link = replace(
             engine.link,
-            engine=f"{engine.link.engine} ({kind})",
+            engine=f"{engine.link.engine} ({what})",
+            adapter=options.held_as,
             store_host=self._host,
             store_port=store.port,
             store_key=store.key,
             staged=False,
-            layouts=self._options.record(engine.link.layouts, kind),
+            layouts=options.record(engine.link.layouts, kind),
             delta="off",
             pull=False,
             loaded=False,
@@ -295,3 +332,19 @@ async def _join(linker: EngineLinker, opening: _Opening, deadline_s: float) -> s
 def add_factors(whole: EngineSyncResult, opened: EngineSyncResult) -> EngineSyncResult:
     """Return the result of an engine's weights, `whole`, with that of its first factors."""
     return replace(whole, error=opened.error, num_bytes=whole.num_bytes + opened.num_bytes)
+
+
+def add_up(
+    before: Sequence[EngineSyncResult], more: Sequence[EngineSyncResult]
+) -> list[EngineSyncResult]:
+    """Return the results of engines, with what they got of another adapter."""
+    added = {result.url: result for result in before}
+    for result in more:
+        if result.url in added:
+            result = replace(result, num_bytes=result.num_bytes + added[result.url].num_bytes)
+        added[result.url] = result
+    return list(added.values())
+
+
+def _is_served(target: SyncTarget, results: Sequence[EngineSyncResult]) -> bool:
+    return all(result.error is None for result in results if result.url == target.url)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mcore_rl.weight_sync.controller.engine_control import EngineControl
 from mcore_rl.weight_sync.link_store import LinkStore, make_report_key
@@ -43,7 +43,8 @@ class LinkedEngine:
     num_stage_requests   stage requests put into the store so far
     num_syncs            committed versions that came over the link
     relay_link           the link to the engine to which this engine forwarded last
-    factors              the link of low-rank factors, once the engine merges them
+    factors              links of low-rank factors by the adapter's name in the engine, once it
+                         has a version of each; that of factors that it merges has the name ""
     """
 
     link: Link
@@ -54,7 +55,7 @@ class LinkedEngine:
     num_stage_requests: int = 0
     num_syncs: int = 0
     relay_link: RelayLink | None = None
-    factors: "LinkedEngine | None" = None
+    factors: "dict[str, LinkedEngine]" = field(default_factory=dict)
 
     def is_to_verify(self, every: int) -> bool:
         """Return whether to read the next sync back from the parameters; see is_read_back."""
@@ -67,14 +68,14 @@ class LinkedEngine:
         version: int | None = None,
         *,
         verify: bool = False,
-        adapter: str = "",
+        adapters: tuple[str, ...] = (),
         weights: bool = True,
     ) -> None:
         """Have SGLang call the receiver in every rank; return when all ranks are done.
 
-        adapter, weights   as in Command
+        adapters, weights   as in Command
         """
-        command = Command(self.link, action, version, verify, adapter, weights)
+        command = Command(self.link, action, version, verify, adapters, weights)
         # Each version of an adapter has prefixes of its own in the cache.
         flush_cache = weights and action != "connect"
         await control.run_loader(encode_command(command), self.tp_size, flush_cache=flush_cache)

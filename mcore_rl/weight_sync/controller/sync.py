@@ -69,7 +69,7 @@ class SyncController:
         verify_every: int = 0,
         trace_all: bool = False,
         loaded: bool = False,
-        factors: FactorOptions | None = None,
+        factors: Sequence[FactorOptions] = (),
     ) -> None:
         """Make a controller without engines.
 
@@ -84,7 +84,7 @@ class SyncController:
         verify_every  which syncs are compared with the trainer's checksums, as in is_read_back
         loaded     engines and ranks loaded one checkpoint: until a version was synced, sent weights
                    are compared with those that an engine loaded
-        factors    engines merge low-rank factors, or serve them; None: all weights travel
+        factors    of adapters that engines serve, or of one that they merge; empty: weights travel
         """
         self._trainers = trainers
         self._host = host
@@ -102,18 +102,18 @@ class SyncController:
         self._layouts_of: dict[SGLangSizes, str] = {}
         self._mixed: set[str] = set()
         """Urls of engines whose parameters may mix versions; they are paused."""
-        self._serves_adapter = bool(factors and factors.name)
+        self._serves_adapter = any(options.name for options in factors)
         self._strategy = self._make_strategy(relay, verify_every, factors)
 
     def _make_strategy(
-        self, relay: bool, verify_every: int, factors: FactorOptions | None
+        self, relay: bool, verify_every: int, factors: Sequence[FactorOptions]
     ) -> SyncStrategy:
         sides = self._trainers, self._timeout_s, self._mixed
         if not self._staged:
-            assert factors is None, "factors need a second set of parameters"
+            assert not factors, "factors need a second set of parameters"
             return InPlaceSync(*sides, verify_every)
         relay_host = self._host if relay else None
-        if factors is None:
+        if not factors:
             return StagedSync(*sides, relay_host, verify_every)
         make = AdapterSync if self._serves_adapter else FactorSync
         return make(*sides, relay_host, verify_every, factors, self._host)
@@ -155,6 +155,14 @@ class SyncController:
         """Make recorded layouts by `record` from now on, as trainer ranks go on in another one."""
         self._record = record
         self._layouts_of.clear()
+
+    def choose_adapter(self, name: str) -> None:
+        """Have later syncs bring versions of one of several adapters.
+
+        The first sync of an engine that was linked anew brings all of them.
+        """
+        assert isinstance(self._strategy, FactorSync), "engines get all weights"
+        self._strategy.choose(name)
 
     def unlink(self, url: str) -> None:
         """Forget an engine that has left."""

@@ -1,6 +1,7 @@
 """The facts that make factors an adapter: scale, targets and base; a checkpoint has them beside it.
 
     checkpoint of a run with LoRA:  lora.<HF tensor>.A, lora.<HF tensor>.B, optimizer, lora.json
+    with several adapters:          lora.<adapter>.<HF tensor>.A, ...,      optimizer, lora.json
 
 Factors that lack these facts fit other models and other scales without an error.
 """
@@ -23,6 +24,8 @@ FACTS = "lora.json"
 """File of a checkpoint that holds factors."""
 FACTORS = "lora."
 """Begins the names of factors in a model, and their keys in a checkpoint."""
+_SEVERAL = "adapters"
+"""Key of the file in which each of several adapters has facts by its name."""
 _KINDS: Mapping[str, type | tuple[type, ...]] = {
     "rank": int,
     "alpha": (int, float),
@@ -97,8 +100,13 @@ class AdapterFacts:
         num_matrices = len(list_targets(hf_config, self.targets, self.experts))
         return AdapterStamp(self.rank, self.scale, num_matrices, self.base)
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
+
+def encode_adapters(adapters: Mapping[str, AdapterFacts]) -> str:
+    """Return the content of lora.json; the name of an only adapter is ""."""
+    content: dict[str, Any] = {_SEVERAL: {name: asdict(own) for name, own in adapters.items()}}
+    if "" in adapters:
+        content = asdict(adapters[""])
+    return json.dumps(content, indent=2) + "\n"
 
 
 def compute_scale(rank: int, alpha: float, rslora: bool) -> float:
@@ -116,24 +124,28 @@ def is_of_expert(name: str) -> bool:
     return ".experts." in name
 
 
-def read_facts(folder: Path) -> AdapterFacts | None:
-    """Return what a checkpoint's lora.json says; None: it has none, as it holds all weights.
+def read_adapters(folder: Path) -> dict[str, AdapterFacts]:
+    """Return what a checkpoint's lora.json says of each adapter; {}: it holds all weights.
 
-    Raises ValueError naming the file if it is damaged.
+    The name of an only adapter is "". Raises ValueError naming the file if it is damaged.
     """
     path = folder / FACTS
     if not path.is_file():
-        return None
+        return {}
     try:
         content: dict[str, Any] = read_json(path)
-        content["targets"] = tuple(content["targets"])
-        facts = AdapterFacts(**content)
-        for name, kind in _KINDS.items():
-            if not isinstance(getattr(facts, name), kind):
-                raise ValueError(f"{name} is {getattr(facts, name)!r}")
-        return facts
-    except (ValueError, KeyError, TypeError) as error:
+        adapters = content.get(_SEVERAL, {"": content})
+        return {name: _decode_facts(own) for name, own in adapters.items()}
+    except (AttributeError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _decode_facts(content: Mapping[str, Any]) -> AdapterFacts:
+    facts = AdapterFacts(**{**content, "targets": tuple(content["targets"])})
+    for name, kind in _KINDS.items():
+        if not isinstance(getattr(facts, name), kind):
+            raise ValueError(f"{name} is {getattr(facts, name)!r}")
+    return facts
 
 
 @dataclass(frozen=True)
@@ -152,36 +164,50 @@ OF_POLICY = AdapterOptions("train.lora", "model.path", "hf")
 OF_CRITIC = AdapterOptions("critic.lora", "critic.path", "critic_hf")
 
 
-def refuse_other_adapter(
+def refuse_other_adapters(
     folder: Path,
-    own: AdapterFacts | None,
+    own: Mapping[str, AdapterFacts],
     here: Path | None = None,
     options: AdapterOptions = OF_POLICY,
 ) -> None:
-    """Raise ValueError unless a checkpoint holds what a run trains: all weights, or its adapter.
+    """Raise ValueError unless a checkpoint holds what a run trains: all weights, or its adapters.
 
-    own    the run's adapter; None: the run trains all weights
+    own    the run's adapters by name, "" being the name of an only one; {}: it trains all weights
     here   local copy of `folder` that is read
     """
     rank = f"{options.group}.rank"
-    saved = read_facts(here or folder)
-    if saved is None and own is not None:
+    saved = read_adapters(here or folder)
+    if not saved and own:
         raise ValueError(
-            f"{folder} holds all weights of a model, and {rank}={own.rank} trains factors alone:"
-            f" set {rank}=0, or start another run.dir from the exported weights"
+            f"{folder} holds all weights of a model, and {rank}={_largest(own)} trains factors"
+            f" alone: set {rank}=0, or start another run.dir from the exported weights"
             f" ({options.path}=<run.dir>/{options.export})"
         )
-    if saved is not None and own is None:
+    if saved and not own:
         raise ValueError(
-            f"{folder} holds factors of rank {saved.rank} and no weights, and {rank}=0 trains all"
-            f" weights: set {rank}={saved.rank}, or start another run.dir from the merged weights"
-            " (mcore-rl-ckpt merge-lora)"
+            f"{folder} holds factors of rank {_largest(saved)} and no weights, and {rank}=0 trains"
+            f" all weights: set {rank}={_largest(saved)}, or start another run.dir from the merged"
+            " weights (mcore-rl-ckpt merge-lora)"
         )
-    if saved is not None and own is not None:
-        _refuse_difference(folder, saved, own, options.group)
+    if saved.keys() != own.keys():
+        raise ValueError(
+            f"{folder} holds {_name_all(saved)}, and this run trains {_name_all(own)}: name the"
+            f" same ones in {options.group}.adapters, or start another run.dir"
+        )
+    for name, facts in own.items():
+        where = f"{folder}: adapter {name}" if name else str(folder)
+        _refuse_difference(where, saved[name], facts, options.group)
 
 
-def _refuse_difference(folder: Path, saved: AdapterFacts, own: AdapterFacts, group: str) -> None:
+def _largest(adapters: Mapping[str, AdapterFacts]) -> int:
+    return max(facts.rank for facts in adapters.values())
+
+
+def _name_all(adapters: Mapping[str, AdapterFacts]) -> str:
+    return "one adapter" if "" in adapters else f"adapters {', '.join(adapters)}"
+
+
+def _refuse_difference(folder: str, saved: AdapterFacts, own: AdapterFacts, group: str) -> None:
     for name in ("rank", "alpha", "rslora", "targets", "experts"):
         value, here = (_spell(getattr(facts, name)) for facts in (saved, own))
         if value != here:

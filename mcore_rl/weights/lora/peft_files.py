@@ -142,15 +142,20 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_start(adapter: PeftAdapter, own: AdapterFacts, hf_config: HfConfig) -> None:
-    """Raise ValueError unless a run can start from an adapter, naming the option that differs."""
-    where = f"train.lora.path={adapter.folder}"
+def check_start(
+    adapter: PeftAdapter, own: AdapterFacts, hf_config: HfConfig, group: str = "train.lora"
+) -> None:
+    """Raise ValueError unless a run can start from an adapter, naming the option that differs.
+
+    group   of the options of the adapter
+    """
+    where = f"{group}.path={adapter.folder}"
     for name in ("rank", "alpha", "rslora"):
         value, here = getattr(adapter, name), getattr(own, name)
         if value != here:
             raise ValueError(
-                f"{where} has {name} {value:g}, and train.lora.{name}={str(here).lower()}: set"
-                f" train.lora.{name}={str(value).lower()}"
+                f"{where} has {name} {value:g}, and {group}.{name}={str(here).lower()}: set"
+                f" {group}.{name}={str(value).lower()}"
             )
     check_whole(adapter.shapes, own.list_factor_shapes(hf_config), where)
     if adapter.base and adapter.base != own.base:

@@ -8,7 +8,7 @@ from mcore_rl.weights.lora.base import find_base_sum
 from mcore_rl.weights.lora.facts import (
     OF_CRITIC,
     AdapterFacts,
-    refuse_other_adapter,
+    refuse_other_adapters,
     serves_adapter,
 )
 from mcore_rl.weights.lora.peft_files import check_start, read_peft
@@ -27,9 +27,11 @@ def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed
     refuse_unused(policy.config, lora.experts)
     if serves_adapter(lora):
         refuse_unserved(policy.config, lora.targets, lora.experts)
-    if lora.path:
-        adapter = read_peft(Path(lora.path))
-        check_start(adapter, _make_facts(lora, model, policy, seed), policy.config)
+    for name, own in lora.list_adapters().items():
+        if own.path:
+            facts = _make_facts(lora, model, policy, seed)[name]
+            group = f"train.lora.adapters.{name}" if name else "train.lora"
+            check_start(read_peft(Path(own.path)), facts, policy.config, group)
 
 
 def check_sampled_adapter(
@@ -39,6 +41,7 @@ def check_sampled_adapter(
 
     It samples with the weights alone if there is no path.
     """
+    refuse_several(lora, "a command without a trainer")
     if not (lora.rank and lora.path):
         return
     if not serves_adapter(lora):
@@ -48,6 +51,15 @@ def check_sampled_adapter(
             " model.path of what mcore-rl-ckpt merge-lora makes of them"
         )
     check_factors(lora, model, policy, seed)
+
+
+def refuse_several(lora: LoraConfig, command: str) -> None:
+    """Raise ValueError if a recipe has several adapters, which `command` cannot use."""
+    if lora.rank and lora.adapters:
+        raise ValueError(
+            f"train.lora.adapters names {len(lora.adapters)} adapters, which take turns in"
+            f" mcore-rl train alone, not in {command}: leave it out, and set train.lora.rank"
+        )
 
 
 def check_critic_factors(lora: CriticLoraConfig, critic: ModelFacts) -> None:
@@ -68,23 +80,26 @@ def check_resumed(
 
     The ranks check the same, but only once all processes have started.
     """
-    own = _make_facts(lora, model, policy, seed) if lora.rank else None
-    refuse_other_adapter(checkpoint, own)
+    own = _make_facts(lora, model, policy, seed) if lora.rank else {}
+    refuse_other_adapters(checkpoint, own)
 
 
 def check_resumed_critic(
     checkpoint: Path, lora: CriticLoraConfig, model: ModelConfig, critic: ModelFacts, seed: int
 ) -> None:
     """Raise ValueError unless a critic can continue from its checkpoint; see check_resumed."""
-    own = None
+    own = {}
     if lora.rank:
         base = find_base_sum(model.init, critic, seed)
-        own = AdapterFacts.make(lora, add_value_head(critic.config), base, str(critic.path))
-    refuse_other_adapter(checkpoint, own, options=OF_CRITIC)
+        own[""] = AdapterFacts.make(lora, add_value_head(critic.config), base, str(critic.path))
+    refuse_other_adapters(checkpoint, own, options=OF_CRITIC)
 
 
 def _make_facts(
     lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int
-) -> AdapterFacts:
+) -> dict[str, AdapterFacts]:
     base = find_base_sum(model.init, policy, seed)
-    return AdapterFacts.make(lora, policy.config, base, model.path)
+    return {
+        name: AdapterFacts.make(own, policy.config, base, model.path)
+        for name, own in lora.list_adapters().items()
+    }

@@ -150,7 +150,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             verify_every=1,
             keys=KEYS,
             loaded=True,
-            factors=FactorOptions(facts.make_stamp(policy.config), name=LORA.name),
+            factors=[FactorOptions(facts.make_stamp(policy.config), name=LORA.name)],
         )
         engine.wait_healthy()
         yield Stage(base, engine, trainer, controller, folder)

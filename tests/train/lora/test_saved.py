@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mcore_rl.config import LoraConfig
 from mcore_rl.train.checkpoint_save import start_save
-from mcore_rl.train.lora.saved import check_saved_adapter
+from mcore_rl.train.lora.saved import check_saved_adapters
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts
+from mcore_rl.weights.lora.facts import FACTORS, FACTS, AdapterFacts, encode_adapters
 from mcore_rl.weights.models.value_head import add_value_head
 from tests.support.distributed import run_alone
 
@@ -70,10 +70,10 @@ def write_and_check(root: Path) -> list[str]:
             for key, factor in factors.items()
         }
         folder = root / spoil.__name__
-        start_save(sharded, folder, texts={FACTS: FACTS_OF_RUN.encode()}).finish(60)
+        start_save(sharded, folder, texts={FACTS: encode_adapters({"": FACTS_OF_RUN})}).finish(60)
         config = add_value_head(QWEN) if spoil is take_for_a_critics else QWEN
         try:
-            check_saved_adapter(folder, folder, FACTS_OF_RUN, config)
+            check_saved_adapters(folder, folder, {"": FACTS_OF_RUN}, config)
             said.append("")
         except ValueError as error:
             said.append(str(error))
@@ -90,4 +90,4 @@ def test_faults_are_named(tmp_path: Path) -> None:
 
 def test_facts_of_another_run_come_first(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds all weights of a model"):
-        check_saved_adapter(tmp_path, tmp_path, FACTS_OF_RUN, QWEN)
+        check_saved_adapters(tmp_path, tmp_path, {"": FACTS_OF_RUN}, QWEN)

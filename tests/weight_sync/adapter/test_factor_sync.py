@@ -53,7 +53,7 @@ def open_stage(
             stage.trainers,
             timeout_s=TIMEOUT_S,
             verify_every=verify_every,
-            factors=FactorOptions(make_stamp(sizes), name=name),
+            factors=[FactorOptions(make_stamp(sizes), name=name)],
         )
         asyncio.run(controller.connect(stage.urls))
         yield stage, controller

@@ -12,8 +12,9 @@ from mcore_rl.weights.lora.facts import (
     FACTS,
     OF_CRITIC,
     AdapterFacts,
-    read_facts,
-    refuse_other_adapter,
+    encode_adapters,
+    read_adapters,
+    refuse_other_adapters,
 )
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b").config
@@ -21,13 +22,13 @@ OWN = AdapterFacts.make(LoraConfig(rank=8, alpha=16), QWEN, "a" * 64, "/models/b
 
 
 def write(folder: Path, facts: AdapterFacts) -> Path:
-    (folder / FACTS).write_text(facts.encode())
+    (folder / FACTS).write_text(encode_adapters({"": facts}))
     return folder
 
 
 def test_the_facts_come_back_from_their_file(tmp_path: Path) -> None:
-    assert read_facts(write(tmp_path, OWN)) == OWN
-    refuse_other_adapter(tmp_path, OWN)
+    assert read_adapters(write(tmp_path, OWN)) == {"": OWN}
+    refuse_other_adapters(tmp_path, {"": OWN})
     assert OWN.targets == (
         *("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"),
     )
@@ -70,23 +71,27 @@ def test_the_scale_is_that_of_the_papers(config: LoraConfig, scale: float) -> No
 )
 def test_another_adapter_is_refused(tmp_path: Path, saved: AdapterFacts, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
-        refuse_other_adapter(write(tmp_path, saved), OWN)
+        refuse_other_adapters(write(tmp_path, saved), {"": OWN})
     assert str(tmp_path) in str(error.value)
 
 
 def test_weights_are_no_factors_and_factors_no_weights(tmp_path: Path) -> None:
-    refuse_other_adapter(tmp_path, None)
+    refuse_other_adapters(tmp_path, {})
     with pytest.raises(ValueError, match=r"holds all weights.*train\.lora\.rank=8.*model\.path"):
-        refuse_other_adapter(tmp_path, OWN)
+        refuse_other_adapters(tmp_path, {"": OWN})
     with pytest.raises(ValueError, match=r"holds factors of rank 8 and no weights.*merge-lora"):
-        refuse_other_adapter(write(tmp_path, OWN), None)
+        refuse_other_adapters(write(tmp_path, OWN), {})
     with pytest.raises(ValueError, match=r"and critic\.lora\.rank=0 trains all weights"):
-        refuse_other_adapter(tmp_path, None, options=OF_CRITIC)
+        refuse_other_adapters(tmp_path, {}, options=OF_CRITIC)
 
 
 @pytest.mark.parametrize("damage", ["{", "[]", '{"rank": 8}', {"alpha": "16"}, {"targets": 1}])
 def test_a_damaged_file_is_named(tmp_path: Path, damage: str | dict[str, object]) -> None:
-    text = damage if isinstance(damage, str) else json.dumps(json.loads(OWN.encode()) | damage)
+    text = (
+        damage
+        if isinstance(damage, str)
+        else json.dumps(json.loads(encode_adapters({"": OWN})) | damage)
+    )
     (tmp_path / FACTS).write_text(text)
     with pytest.raises(ValueError, match=rf"{FACTS} is damaged"):
-        read_facts(tmp_path)
+        read_adapters(tmp_path)
