@@ -14,6 +14,7 @@ from mcore_rl.config import CriticLoraConfig, LoraConfig, ParallelConfig
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.recipe_models import PlannedRun, shares_frozen
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.int4 import GROUP, SCALE_DTYPE
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.lora.facts import is_of_expert, sends_factors, serves_adapter
@@ -24,6 +25,8 @@ from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 GIB = 2**30
+_INT4_BYTES = 1 / 2 + itemsize(SCALE_DTYPE) / GROUP
+"""A number in INT4 takes so many, with its part of a scale."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class AdapterSize:
 
     dense, expert   of factors; those of experts have another optimizer share
     frozen          of the weights whose W0 lies in host memory
+    frozen_experts  of routed experts among them
     layer           of the largest gradient of weights that autograd hands over at once
     head            of a critic's value head, which is trained as a whole
     """
@@ -39,6 +43,7 @@ class AdapterSize:
     dense: int
     expert: int
     frozen: int
+    frozen_experts: int
     layer: int
     head: int = 0
 
@@ -68,10 +73,12 @@ def count_adapter(
             matrices = layers[rule.key] * experts
             factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.total_rank)
     frozen = sum(held[key] for key in touched)
+    of_experts = {rule.key for rule, _ in linears if rule.numbers_experts}
+    frozen_experts = sum(held[key] for key in touched & of_experts)
     layer = max((held[key] // layers[key] for key in touched), default=0)
     has_head = has_value_head(hf_config) and stage == sizes.pp - 1
     head = axes["hidden"] if has_head else 0
-    return AdapterSize(factors[False], factors[True], frozen, layer, head)
+    return AdapterSize(factors[False], factors[True], frozen, frozen_experts, layer, head)
 
 
 def _list_adapted_keys(hf_config: HfConfig, lora: LoraConfig | CriticLoraConfig) -> set[str]:
@@ -107,7 +114,11 @@ def list_frozen_bytes(run: PlannedRun) -> list[int]:
 
     [] if the policy has no factors.
     """
-    return _list_frozen(run.models.policy.config, run.dtype, run.parallel, run.train.lora)
+    policy, critic = run.models.policy, run.critic
+    is_lent = critic is not None and shares_frozen(run.train.lora, run.parallel, critic)
+    is_packed = policy.int4 and not is_lent
+    shape = policy.config, run.dtype, run.parallel, run.train.lora
+    return _list_frozen(*shape, is_packed=is_packed)
 
 
 def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
@@ -119,7 +130,9 @@ def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
     if critic is None or model is None:
         return []
     config = add_value_head(model.config)
-    sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora)
+    is_shared = shares_frozen(run.train.lora, run.parallel, critic)
+    is_packed = model.int4 and not is_shared
+    sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora, is_packed=is_packed)
     if not shares_frozen(run.train.lora, run.parallel, critic):
         return sizes
     shared = _list_adapted_keys(config, run.train.lora) & _list_adapted_keys(config, critic.lora)
@@ -132,14 +145,25 @@ def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
 
 
 def _list_frozen(
-    hf_config: HfConfig, dtype: str, parallel: ParallelConfig, lora: LoraConfig | CriticLoraConfig
+    hf_config: HfConfig,
+    dtype: str,
+    parallel: ParallelConfig,
+    lora: LoraConfig | CriticLoraConfig,
+    *,
+    is_packed: bool,
 ) -> list[int]:
+    """Return the bytes of W0 by stage. `is_packed`: routed experts are kept in INT4."""
     if not lora.rank:
         return []
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
     counts = [count_adapter(hf_config, layout, sizes, stage, lora) for stage in range(parallel.pp)]
-    return [count.frozen * itemsize(dtype) for count in counts]
+    per_expert = _INT4_BYTES if is_packed else itemsize(dtype)
+    return [
+        round((count.frozen - count.frozen_experts) * itemsize(dtype))
+        + round(count.frozen_experts * per_expert)
+        for count in counts
+    ]
 
 
 @dataclass(frozen=True)

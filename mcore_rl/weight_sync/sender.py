@@ -58,6 +58,10 @@ class WeightSender:
         self._unadapted = unadapted
         self._held: dict[Content, Held] = {"weights": (shards, tensors), **(adapter or {})}
         self._adapters = adapters or {}
+        own = {tensor.data_ptr() for tensor in tensors.values()}
+        base = self._held["base"][1] if "base" in self._held else {}
+        self._is_base_live = any(tensor.data_ptr() in own for tensor in base.values())
+        """Whether the weights below factors are sent from `tensors`."""
         self._rank = rank
         self._make_transport = make_transport
         self._device = common_device(tensors.values())
@@ -160,10 +164,16 @@ class WeightSender:
         """
         self._refuse_unknown(engines)
         links = [self._executors[engine].end.link for engine in engines]
-        if any(link.unadapted and link.content == "weights" for link in links):
+        if any(self._needs_base(link) for link in links):
             with self._unadapted():
                 return self._send(version, engines, timeout_s)
         return self._send(version, engines, timeout_s)
+
+    def _needs_base(self, link: Link) -> bool:
+        """Return whether what is sent over a link must have the weights below the factors."""
+        if link.content == "base":
+            return self._is_base_live
+        return link.unadapted and link.content == "weights"
 
     def _send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         if len(engines) == 1:

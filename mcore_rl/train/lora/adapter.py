@@ -47,6 +47,7 @@ from torch import Tensor
 
 from mcore_rl.config import LoraConfig, ModelConfig
 from mcore_rl.train.lora.frozen import ALONE, BaseSharing, FrozenWeights
+from mcore_rl.train.lora.packed import find_packed
 from mcore_rl.train.weights import weight_layout
 from mcore_rl.weights.box import Box, Shape, Shard
 from mcore_rl.weights.hf.config import ModelFacts
@@ -232,7 +233,8 @@ def make_adapters(
         if adapters:
             adapters.append(adapters[0].make_another(facts, seed, name))
         else:
-            adapters.append(LoraAdapter(chunks, facts, hf_config, seed, sharing, name))
+            files = stored if model.init == "hf" else None
+            adapters.append(LoraAdapter(chunks, facts, hf_config, seed, sharing, name, files))
         if own.path:
             adapters[-1].start_from(Path(own.path), hf_config)
     return adapters
@@ -249,10 +251,14 @@ class LoraAdapter:
         seed: int,
         sharing: BaseSharing = ALONE,
         name: str = "",
+        files: ModelFacts | None = None,
     ) -> None:
         """Freeze the chunks, which have their weights, and give them factors; a collective.
 
-        A critic's value head is trained as a whole beside them. `name`: of one of several adapters.
+        A critic's value head is trained as a whole beside them.
+
+        name    of one of several adapters
+        files   the directory that the weights were read from; None: they were drawn
         """
         self._chunks = chunks
         names = list_targets(hf_config, facts.targets, facts.experts)
@@ -266,7 +272,11 @@ class LoraAdapter:
             for parameter_name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(parameter_name == head)
         held = {shard.tensor for target in self._targets for shard in target.shards}
-        self._frozen = FrozenWeights({key: tensors[key] for key in sorted(held)}, sharing)
+        adapted = {key: tensors[key] for key in sorted(held)}
+        packed = {}
+        if files is not None and sharing == ALONE:
+            packed = find_packed(shards, adapted, files)
+        self._frozen = FrozenWeights(adapted, sharing, packed)
         stamp = facts.make_stamp(hf_config)
         self._take(facts, seed, name, stamp.num_matrices)
 
@@ -321,9 +331,17 @@ class LoraAdapter:
         return self._frozen
 
     def layouts(self) -> dict[Content, Held]:
-        """Return what this rank holds of the frozen weights, in host memory, and of factors."""
+        """Return what this rank holds of the frozen weights, and of factors.
+
+        The weights are the copies in host memory or, if some are kept in INT4, the model's own,
+        which have the right values within `without` alone.
+        """
         base = [shard for factors in self._factors for t in factors.targets for shard in t.shards]
-        return {"base": (base, dict(self._frozen.copies)), "factors": self.list_factors()}
+        copies: Mapping[str, Tensor] = self._frozen.copies
+        if self._frozen.packed:
+            # They are sent from the model, while it has its frozen weights alone.
+            copies = {shard.tensor: self._tensors[shard.tensor] for shard in base}
+        return {"base": (base, dict(copies)), "factors": self.list_factors()}
 
     def list_factors(self) -> Held:
         """Return the shards of the whole factors, and of their stamp, and the tensors."""
@@ -398,8 +416,7 @@ class LoraAdapter:
 
     @torch.no_grad()
     def _restore_base(self) -> None:
-        for name, base in self._frozen.copies.items():
-            self._tensors[name].copy_(base, non_blocking=True)
+        self._frozen.restore(self._tensors)
 
 
 class _Projection:

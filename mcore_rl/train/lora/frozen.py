@@ -5,14 +5,16 @@
     | bytes of the index | index: name -> dtype, shape, first byte | W0 of a tensor | ... |
 
 What a critic's rank does not find there, or finds with other bits, it copies into memory of its
-own.
+own. Weights that nobody else maps are kept in INT4 where the model's files have them so
+(packed.py).
 """
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from mcore_rl.device import allocate_pinned_like, pin_in_place
 from mcore_rl.process.kept_memory import KeptMemory, map_kept
+from mcore_rl.train.lora.packed import PackedPart, restore_parts
 
 _log = logging.getLogger(__name__)
 _INDEX_BYTES = 8
@@ -46,11 +49,20 @@ ALONE = BaseSharing()
 class FrozenWeights:
     """Copies of tensors in host memory, by name.
 
-    path   of memory that others can map; "": these are this process's alone
+    path     of memory that others can map; "": these are this process's alone
+    packed   of tensors that are kept in INT4 instead: their parts
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], sharing: BaseSharing = ALONE) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        sharing: BaseSharing = ALONE,
+        packed: Mapping[str, Sequence[PackedPart]] = MappingProxyType({}),
+    ) -> None:
+        assert not packed or sharing == ALONE, "parts in INT4 lie where no other process maps them"
         self.path = ""
+        self.packed = packed
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in packed}
         self._memory = KeptMemory()
         if sharing.lends:
             self.copies = self._lend(tensors)
@@ -58,7 +70,14 @@ class FrozenWeights:
         found = _map_equal(sharing.borrowed, tensors) if sharing.borrowed else {}
         own = {name: _copy_to_host(t) for name, t in tensors.items() if name not in found}
         self.copies = {**found, **own}
-        self.own_bytes = sum(tensor.nbytes for tensor in own.values())
+        parts = (part for of_tensor in packed.values() for part in of_tensor)
+        self.own_bytes = sum(kept.nbytes for kept in (*own.values(), *parts))
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set tensors to their frozen values."""
+        for name, copy in self.copies.items():
+            tensors[name].copy_(copy, non_blocking=True)
+        restore_parts(self.packed, tensors)
 
     def _lend(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         index, num_bytes = _lay_out(tensors)
