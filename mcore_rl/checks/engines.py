@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from mcore_rl.config import DataConfig, DriftConfig, EvalConfig, RolloutConfig, TrainConfig
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.models.mtp import count_mtp_layers
 
 
 def check_served(
@@ -52,7 +51,7 @@ def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts)
         "the weights are kept in INT4": bool(policy.int4),
     }
     if rollout.speculate == "mtp":
-        count = count_mtp_layers(policy.config)
+        count = policy.family.mtp_layers(policy.config)
         problems[f"config.json has {count} layers for multi-token prediction, not one"] = count != 1
     for problem, is_so in problems.items():
         if is_so:

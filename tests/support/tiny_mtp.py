@@ -24,26 +24,46 @@ from tests.support.tiny_models import write_model
 
 @dataclass(frozen=True)
 class Names:
-    """HF names of the parts of such a layer."""
+    """HF names of the parts of such a layer, and what is added to the weights of its norms."""
 
     layer: str
     read: str
     seen: str
     project: str
     norm: str
+    added: float
 
 
-def name_parts(layer: str) -> Names:
+ALONE = Names(
+    "mtp.layers.0.",
+    "mtp.pre_fc_norm_embedding.weight",
+    "mtp.pre_fc_norm_hidden.weight",
+    "mtp.fc.weight",
+    "mtp.norm.weight",
+    added=1.0,
+)
+"""Those of Qwen3-Next and Qwen3.5."""
+
+
+def name_parts(config: Any) -> Names:
+    """Return the names in a model with this config of transformers."""
+    if config.model_type.startswith(("qwen3_next", "qwen3_5")):
+        return ALONE
+    layer = f"model.layers.{config.num_hidden_layers}."
     own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
-    return Names(layer, *(f"{layer}{name}.weight" for name in own))
+    return Names(layer, *(f"{layer}{name}.weight" for name in own), added=0.0)
 
 
 def write_mtp_model(kind: str, folder: Path, **changes: Any) -> Path:
     """Save a random model of family `kind` with one layer for multi-token prediction.
 
-    As in published files, the layer has the embedding and the output layer again.
+    As in published files, the layer has the embedding and the output layer again, if the family's
+    does. Files of Qwen3-Next do not say that there is one.
     """
-    write_model(kind, folder, num_nextn_predict_layers=1, **changes)
+    if kind != "qwen3_next":
+        count = "mtp_num_hidden_layers" if kind.startswith("qwen") else "num_nextn_predict_layers"
+        changes[count] = 1
+    write_model(kind, folder, **changes)
     plain = read_hf_config(folder)
     config = with_trained_mtp(plain)
     generator = torch.Generator().manual_seed(7)
@@ -51,7 +71,8 @@ def write_mtp_model(kind: str, folder: Path, **changes: Any) -> Path:
     for name, shape in hf_tensor_shapes(config).items():
         if name not in tensors:
             noise = 0.1 * torch.randn(shape, generator=generator)
-            tensors[name] = noise + name.endswith("norm.weight")
+            is_plain_norm = name.endswith("norm.weight") and not kind.startswith("qwen")
+            tensors[name] = noise + is_plain_norm
     copies = family_of(config).copies(config)
     tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}
     save_weights(folder, tensors)
@@ -96,7 +117,7 @@ def draft_in_double(folder: Path, batches: Sequence[TrainBatch]) -> Drafted:
 
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = load_weights(folder)
-    names = name_parts(f"model.layers.{policy.config.num_hidden_layers}.")
+    names = name_parts(policy.config)
     head = _make_head(policy.config, weights, names)
     own = {
         name: weights[name].double().requires_grad_()
@@ -135,6 +156,8 @@ def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
     settings |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
     if "mlp_layer_types" in settings:
         settings["mlp_layer_types"] = ["sparse"]
+    if "layer_types" in settings:
+        settings["layer_types"] = ["full_attention"]
     own = type(config)(**settings)
     head = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
     state = {"lm_head.weight": weights["lm_head.weight"]}
@@ -195,10 +218,10 @@ def _draft(
         ahead_TH = policy.model.embed_tokens(tokens_T)
     with InDouble():
         read_TH = torch.nn.functional.rms_norm(
-            ahead_TH[1:], ahead_TH.shape[1:], own[names.read], eps
+            ahead_TH[1:], ahead_TH.shape[1:], own[names.read] + names.added, eps
         )
         seen_TH = torch.nn.functional.rms_norm(
-            hidden_TH[:-1], hidden_TH.shape[1:], own[names.seen], eps
+            hidden_TH[:-1], hidden_TH.shape[1:], own[names.seen] + names.added, eps
         )
         inputs_TH = torch.cat([read_TH, seen_TH], -1) @ own[names.project].T
         logits_TV = head(inputs_embeds=inputs_TH[None], use_cache=False).logits[0, :-1]

@@ -21,7 +21,7 @@ from mcore_rl.config.shipped import describe_making
 from mcore_rl.process.file_list import read_json
 from mcore_rl.weights.hf.int4 import TEXT, is_int4
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.mtp import TRAINED, count_mtp_layers
+from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import Family, HfConfig
 from mcore_rl.weights.models.value_head import has_value_head
@@ -156,7 +156,7 @@ def with_trained_mtp(config: HfConfig) -> dict[str, Any]:
     """
     if problem := find_mtp_problem(config):
         raise ValueError(f"{(config.get('architectures') or ['the model'])[0]} {problem}")
-    return {**config, TRAINED: count_mtp_layers(config)}
+    return {**config, TRAINED: family_of(config).mtp_layers(config)}
 
 
 def choose_trained(config: HfConfig, mtp_loss: float) -> HfConfig:
@@ -180,8 +180,14 @@ def find_mtp_problem(config: HfConfig) -> str:
     family = family_of(config)
     if not family.trains_mtp:
         return "has no layers for multi-token prediction that can be trained"
-    if not count_mtp_layers(config):
-        return f"has no layers for multi-token prediction: config.json has no {MTP} above 0"
+    count = family.mtp_layers(config)
+    if not count:
+        return (
+            f"has no layers for multi-token prediction: config.json has no {MTP} or"
+            " mtp_num_hidden_layers above 0"
+        )
+    if count > 1 and not all(rule.goes_on for rule in family.rules if rule.where == "mtp"):
+        return f"has {count} layers for multi-token prediction, which share a projection"
     kinds = family.list_kinds(config, config["num_hidden_layers"] - 1)
     mtp_has_experts = any(r.has_expert_axis for r in family.rules if r.where == "mtp")
     if mtp_has_experts != ("moe" in kinds) or "softmax" not in kinds:

@@ -3,10 +3,10 @@
 Each predicts one token beyond the next, for engines that speculate. It has the model's embedding
 and output layer, a projection of its own, and a layer like the model's last one:
 
-    Megatron key                              HF name, DeepSeek-V3 with 61 layers
-    mtp.layers.0.eh_proj.weight           <-  model.layers.61.eh_proj.weight
-    mtp.layers.0.transformer_layer.mlp.*  <-  model.layers.61.mlp.*
-    mtp.layers.0.final_layernorm.weight   <-  model.layers.61.shared_head.norm.weight
+    Megatron key                    HF name, DeepSeek-V3 with 61 layers         Qwen3-Next
+    mtp.layers.0.eh_proj.weight     model.layers.61.eh_proj.weight              mtp.fc.weight
+    mtp.layers.0.transformer_layer. model.layers.61.                            mtp.layers.0.
+    mtp.layers.0.final_layernorm.   model.layers.61.shared_head.norm.           mtp.norm.
 
 config.json has no word for whether they are trained, so a key of memory alone says it. Without it a
 checkpoint's layers are carried along.
@@ -26,21 +26,25 @@ PREFIX = "mtp.layers."
 """Where Megatron's keys of these layers begin."""
 
 
-def count_mtp_layers(config: HfConfig) -> int:
-    """Return the MTP layers of the checkpoint that config.json describes."""
-    return config.get("num_nextn_predict_layers") or 0
+def make_mtp_rules(
+    like: Iterable[Rule], own: Mapping[str, HfTensor], hf_layer: str = HF_LAYER
+) -> tuple[Rule, ...]:
+    """Return the rules of MTP layers.
 
-
-def make_mtp_rules(like: Iterable[Rule], own: Mapping[str, HfTensor]) -> tuple[Rule, ...]:
-    """Return the rules of MTP layers, whose HF numbers go on behind those of the model's layers.
-
-    like   the rules of a layer of the model that each of them contains
-    own    key within the layer -> the HF tensor, of the modules that only they have
+    like       the rules of a layer of the model that each of them contains
+    own        key within the layer -> the HF tensor, of the modules that only they have
+    hf_layer   how HF names of the layer begin; by default its number goes on behind those of the
+               model's layers, otherwise it counts MTP layers
     """
-    rules = [Rule(PREFIX + key, (tensor,), "mtp", goes_on=True) for key, tensor in own.items()]
+    goes_on = hf_layer == HF_LAYER
+    rules = [Rule(PREFIX + key, (tensor,), "mtp", goes_on=goes_on) for key, tensor in own.items()]
     for rule in like:
         key = rule.key.replace(LAYER, PREFIX + "transformer_layer.", 1)
-        rules.append(replace(rule, key=key, where="mtp", goes_on=True))
+        tensors = tuple(
+            replace(tensor, name=tensor.name.replace(HF_LAYER, hf_layer, 1))
+            for tensor in rule.tensors
+        )
+        rules.append(replace(rule, key=key, tensors=tensors, where="mtp", goes_on=goes_on))
     return tuple(rules)
 
 
@@ -55,6 +59,14 @@ BEHIND_LAYERS: Mapping[str, HfTensor] = {
     "final_layernorm.weight": _make_own("shared_head.norm.weight", "hidden"),
 }
 """The modules of MTP layers in DeepSeek-V3 and GLM-4.5, as `make_mtp_rules` takes them."""
+ALONE_LAYER = "mtp.layers.{layer}."
+ALONE: Mapping[str, HfTensor] = {
+    "enorm.weight": HfTensor("mtp.pre_fc_norm_embedding.weight", ("hidden",), initial="zeros"),
+    "hnorm.weight": HfTensor("mtp.pre_fc_norm_hidden.weight", ("hidden",), initial="zeros"),
+    "eh_proj.weight": HfTensor("mtp.fc.weight", ("hidden", "mtp_in")),
+    "final_layernorm.weight": HfTensor("mtp.norm.weight", ("hidden",), initial="zeros"),
+}
+"""The same of the only MTP layer of Qwen3-Next and Qwen3.5."""
 
 
 def list_copies(config: HfConfig) -> dict[str, str]:

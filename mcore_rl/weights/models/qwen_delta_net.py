@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.mtp import ALONE, ALONE_LAYER, TRAINED, make_mtp_rules
 from mcore_rl.weights.models.qwen_llama_mixtral import SHARED_EXPERT_GATE, has_no_experts
 from mcore_rl.weights.models.settings import (
     PLAIN_SETTINGS,
@@ -235,23 +236,32 @@ MOE = (
 )
 
 
+def count_mtp_layers(config: HfConfig) -> int:
+    """Return the layers for multi-token prediction; published files of Qwen3-Next do not say."""
+    return config.get("mtp_num_hidden_layers", 1)
+
+
 def match_mtp(config: HfConfig) -> str:
-    """Return the names of layers for multi-token prediction, unless config.json says: none."""
-    return r"mtp\..*" if config.get("mtp_num_hidden_layers", 1) else ""
+    """Return the names of layers for multi-token prediction that are not trained, "" if none."""
+    return r"mtp\..*" if count_mtp_layers(config) and not config.get(TRAINED) else ""
 
 
 def _make_family(
     architecture: str, projections: tuple[Rule, ...], *, moe: bool, **supported: tuple[Any, ...]
 ) -> Family:
+    rest = MOE if moe else MLP
+    last = (*(rule for rule in rest if rule.where != "model"), *GATED_ATTENTION)
+    mtp = make_mtp_rules(last, ALONE, ALONE_LAYER)
     return Family(
         architecture,
-        (*(MOE if moe else MLP), *DELTA_NET, *projections, *GATED_ATTENTION),
+        (*rest, *DELTA_NET, *projections, *GATED_ATTENTION, *mtp),
         partial(read_sizes, shared=moe),
         is_any_layer if moe else has_no_experts,
         make_moe_options if moe else make_options,
         {**SETTINGS, **supported},
         refusal=find_refusal,
         carried=match_mtp,
+        mtp_layers=count_mtp_layers,
         rotary_share=lambda config: read_rotary_share(config, default=0.25),
         is_linear=is_linear_layer,
         explicit=EXPLICIT,

@@ -265,15 +265,16 @@ def _make_family(
     inner_projectors: tuple[Rule, ...] = INNER_PROJECTORS,
     **more: Any,
 ) -> Family:
-    """Return the family whose language model is `text`, with these rules.
+    """Return the family whose language model is `text`, with these rules of what can be trained.
 
     inner_projectors   rules of the projectors of inner blocks' features, if the tower has any
     """
     has_inner = bool(inner_projectors)
+    policy = [rule for rule in rules_of_text if rule.where != "mtp"]
     sizes = partial(_read_sizes, text=text.sizes, has_inner=has_inner)
     options: dict[str, Any] = {
         "architecture": architecture,
-        "rules": (*tower.make_language_rules(rules_of_text), *TOWER, *inner_projectors),
+        "rules": (*tower.make_language_rules(policy), *TOWER, *inner_projectors),
         "sizes": sizes,
         "options": partial(_make_options, text=text.options),
         "rope_types": ("default", "mrope"),

@@ -200,6 +200,7 @@ class Family:
     explicit       keys that config.json has to have: without one, transformers takes a default of
                    the family's own
     complete       (config) -> config.json with keys that follow from others and may be missing
+    mtp_layers     layers for multi-token prediction of the checkpoint that config.json describes
     tied           HF tensors that a model with tied embeddings leaves out -> those used instead
     """
 
@@ -217,6 +218,9 @@ class Family:
     kinds: Callable[[HfConfig, int], frozenset[str]] | None = None
     complete: Callable[[HfConfig], dict[str, Any]] = dict
     rotary_share: Callable[[HfConfig], float] = lambda config: 1.0
+    mtp_layers: Callable[[HfConfig], int] = lambda config: (
+        config.get("num_nextn_predict_layers") or 0
+    )
     alternating: bool = False
     explicit: tuple[str, ...] = ()
     tied: Mapping[str, str] = field(

@@ -31,7 +31,7 @@ from tests.support.tiny_training import (
     token_loss,
 )
 
-KINDS = ("deepseek_v3", "glm4_moe")
+KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 COEF = 0.3
 CLIP = 0.05
 """Far below the norm of any gradient here."""
@@ -43,20 +43,30 @@ ALONE: list[Case] = [
     ("deepseek_v3", {}, "none", 0.0),
     ("deepseek_v3", {}, "none", COEF),
     ("glm4_moe", {}, "none", COEF),
+    ("qwen3_next", {}, "none", 0.0),
+    ("qwen3_next", {}, "none", COEF),
+    ("qwen3_5", {}, "none", COEF),
+    ("qwen3_5_moe", {}, "none", COEF),
 ]
 QUICK: list[Case] = [
     ("deepseek_v3", {"tp": 2, "ep": 2}, "full", COEF),
     ("deepseek_v3", {"tp": 2, "ep": 2}, "full", 0.0),
     ("deepseek_v3", {"pp": 2}, "none", COEF),
+    ("qwen3_next", {"tp": 2, "ep": 2}, "none", COEF),
+    ("qwen3_5", {"pp": 2}, "full", COEF),
 ]
-SAVED = QUICK[2]
-"""Its state after the step is saved."""
+SAVED = (QUICK[2], QUICK[4])
+"""The state after their step is saved."""
 FURTHER: list[Case] = [
     ("deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}, "none", COEF),
     ("deepseek_v3", {"pp": 2, "vpp": 2, "ep": 2}, "full", COEF),
     ("deepseek_v3", {"tp": 2, "cp": 2, "ep": 4}, "moe", COEF),
     ("glm4_moe", {"tp": 2, "pp": 2, "etp": 2}, "none", COEF),
     ("glm4_moe", {"cp": 2, "dp": 2}, "full", COEF),
+    ("qwen3_next", {"tp": 2, "pp": 2, "ep": 2}, "none", COEF),
+    ("qwen3_next", {"tp": 2, "cp": 2, "ep": 4}, "none", COEF),
+    ("qwen3_5", {"tp": 2, "pp": 2, "vpp": 2}, "none", COEF),
+    ("qwen3_5_moe", {"tp": 4, "ep": 2, "etp": 2}, "full", COEF),
 ]
 
 
@@ -87,10 +97,10 @@ def run_case(rank: int, world_size: int, port: int, folder: Path, case: Case) ->
     check_layout(actor, rank, ParallelConfig(**layout))
     shards, tensors = actor.weight_layout()
     step = actor.train_step(my_batches(), token_loss, temperature=1.0, num_tokens=NUM_TOKENS)
-    if case == SAVED:
-        actor.save(folder / "checkpoint", {})
+    if case in SAVED:
+        actor.save(folder / f"checkpoint-{kind}", {})
         actor.finish_save()
-        actor.export_hf(folder / "after")
+        actor.export_hf(folder / f"after-{kind}")
     return {
         "step": step,
         "gradients": boxed_gradients(actor),
@@ -207,8 +217,9 @@ def check_policy(without: dict[str, Any], trained: dict[str, Any]) -> None:
 @pytest.mark.gloo
 def test_the_policy_learns_bit_for_bit_as_without_them(alone: Any, cut: Any) -> None:
     check_policy(alone[0], alone[1])
+    check_policy(alone[3], alone[4])
     if cut[0][0] == QUICK[0]:
-        (_, trained), (_, without), _ = cut
+        (_, trained), (_, without), *_ = cut
         for pair in zip(without, trained, strict=True):
             check_policy(*pair)
 
@@ -222,41 +233,45 @@ def test_weights_come_back_byte_for_byte(folder: Path, alone: Any, cut: Any) -> 
             assert torch.equal(exported[name], tensor), (case, name)
 
 
-def resume(rank: int, world_size: int, port: int, folder: Path) -> str:
-    """Export what the checkpoint has; return why a run without MTP layers refuses it."""
-    model = ModelConfig(path=str(folder / "deepseek_v3"))
-    actor = make_actor(rank, world_size, port, model, ParallelConfig(), mtp_loss=COEF)
-    actor.load(folder / "checkpoint")
-    actor.export_hf(folder / "resumed")
-    plain = make_actor(rank, world_size, port, model, ParallelConfig())
-    with pytest.raises(ValueError) as error:
-        plain.load(folder / "checkpoint")
-    return str(error.value)
+def resume(rank: int, world_size: int, port: int, folder: Path) -> list[str]:
+    """Export what checkpoints have; return why runs without MTP layers refuse them."""
+    messages = []
+    for kind, *_ in SAVED:
+        model = ModelConfig(path=str(folder / kind))
+        actor = make_actor(rank, world_size, port, model, ParallelConfig(), mtp_loss=COEF)
+        actor.load(folder / f"checkpoint-{kind}")
+        actor.export_hf(folder / f"resumed-{kind}")
+        plain = make_actor(rank, world_size, port, model, ParallelConfig())
+        with pytest.raises(ValueError) as error:
+            plain.load(folder / f"checkpoint-{kind}")
+        messages.append(str(error.value))
+    return messages
 
 
 @pytest.mark.gloo
 def test_checkpoints_resume_in_another_layout_and_are_merged(folder: Path, cut: Any) -> None:
-    if SAVED not in [case for case, _ in cut]:
+    if SAVED[0] not in [case for case, _ in cut]:
         return
-    [message] = run_ranks(resume, 1, folder)
-    assert "has trained layers for multi-token prediction: set train.mtp_loss above 0" in message
-    source, checkpoint = str(folder / "deepseek_v3"), str(folder / "checkpoint")
-    merge = ["to-hf", checkpoint, str(folder / "merged"), "--source-hf", source]
-    assert main(merge) == 0
-    assert main(["verify", checkpoint, str(folder / "merged")]) == 0
-    after, before = load_weights(folder / "after"), load_weights(folder / "deepseek_v3")
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert changed >= {n for n in list_mtp_names(folder / "deepseek_v3") if "bias" not in n}
-    for made in ("resumed", "merged"):
-        weights = load_weights(folder / made)
-        assert weights.keys() == after.keys()
-        for name, tensor in after.items():
-            assert torch.equal(weights[name], tensor), (made, name)
-    assert "trained_mtp" not in (folder / "merged/config.json").read_text()
+    [messages] = run_ranks(resume, 1, folder)
+    for (kind, *_), message in zip(SAVED, messages, strict=True):
+        assert "has trained layers for multi-token prediction: set train.mtp_loss above" in message
+        source, checkpoint = str(folder / kind), str(folder / f"checkpoint-{kind}")
+        merged = folder / f"merged-{kind}"
+        assert main(["to-hf", checkpoint, str(merged), "--source-hf", source]) == 0
+        assert main(["verify", checkpoint, str(merged)]) == 0
+        after, before = load_weights(folder / f"after-{kind}"), load_weights(folder / kind)
+        changed = {name for name in after if not torch.equal(after[name], before[name])}
+        assert changed >= {n for n in list_mtp_names(folder / kind) if "bias" not in n}
+        for made in (folder / f"resumed-{kind}", merged):
+            weights = load_weights(made)
+            assert weights.keys() == after.keys()
+            for name, tensor in after.items():
+                assert torch.equal(weights[name], tensor), (made, name)
+        assert "trained_mtp" not in (merged / "config.json").read_text()
 
 
 @pytest.mark.gloo
 def test_engines_get_all_but_these_layers(folder: Path, alone: Any) -> None:
-    plain, trained, *_ = alone
-    assert trained["served"] == plain["served"]
-    assert not trained["served"] & list_mtp_names(folder / "deepseek_v3")
+    for plain, trained, kind in ((*alone[:2], "deepseek_v3"), (*alone[3:5], "qwen3_next")):
+        assert trained["served"] == plain["served"]
+        assert not trained["served"] & list_mtp_names(folder / kind)

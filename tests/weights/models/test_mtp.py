@@ -55,9 +55,39 @@ def test_of_trained_layers_only_the_copies_are_carried(model: str) -> None:
     assert not family.copies(plain)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_the_layer_of_qwen_has_names_of_its_own(tmp_path: Path, kind: str) -> None:
+    """It has softmax attention as each fourth layer of the model, and what follows it there."""
+    plain = read_hf_config(write_model(kind, tmp_path))
+    trained, family = with_trained_mtp(plain), family_of(plain)
+    shapes = hf_tensor_shapes(trained)
+    more = {name: shapes[name] for name in shapes.keys() - hf_tensor_shapes(plain).keys()}
+    last = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.3.")}
+    own = {name: more.pop(name) for name in list(more) if not name.startswith("mtp.layers.0.")}
+    assert more == {name.replace("model.layers.3.", "mtp.layers.0."): last[name] for name in last}
+    hidden = plain["hidden_size"]
+    assert own == {
+        "mtp.fc.weight": (hidden, 2 * hidden),
+        "mtp.norm.weight": (hidden,),
+        "mtp.pre_fc_norm_embedding.weight": (hidden,),
+        "mtp.pre_fc_norm_hidden.weight": (hidden,),
+    }
+    assert family.is_carried(plain, "mtp.fc.weight")
+    assert not family.is_carried(trained, "mtp.fc.weight")
+    assert not family.is_carried(plain | {"mtp_num_hidden_layers": 0}, "mtp.fc.weight")
+
+
+def test_models_that_see_images_train_no_such_layer() -> None:
+    config = config_of("qwen3_5_35b_a3b")
+    problem = "has no layers for multi-token prediction that can be trained"
+    assert find_mtp_problem({**config, **config["text_config"]}) == problem
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
+        ("qwen3_next", {"mtp_num_hidden_layers": 0}, "mtp_num_hidden_layers above 0"),
+        ("qwen3_5", {"mtp_num_hidden_layers": 2}, "has 2 layers for multi-token prediction, which"),
         ("qwen3_moe", {}, "has no layers for multi-token prediction that can be trained"),
         ("deepseek_v3", {}, "has no layers for multi-token prediction: config.json has no"),
         (
