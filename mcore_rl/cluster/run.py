@@ -57,7 +57,7 @@ from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint, check_served_path, find_endpoint
-from mcore_rl.rollout.speculation import make_speculation
+from mcore_rl.rollout.speculation import Speculation, make_speculation
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
@@ -388,6 +388,10 @@ def _limit_collectors(
     )
 
 
+def _choose_speculation(rollout: RolloutConfig) -> Speculation | None:
+    return make_speculation(rollout.speculate, rollout.speculate_tokens, rollout.speculate_when)
+
+
 def engine_spec(
     model: ModelConfig,
     rollout: RolloutConfig,
@@ -426,7 +430,7 @@ def engine_spec(
         custom_weight_loaders=(LOADER,),
         keys=keys,
         can_release_memory=can_release_memory,
-        speculation=make_speculation(rollout.speculate, rollout.speculate_tokens),
+        speculation=_choose_speculation(rollout),
         adapters=adapters,
         seed=seed,
         compiled=rollout.compiled,

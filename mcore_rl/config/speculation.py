@@ -14,6 +14,9 @@ def find_unread_in_speculation(rollout: RolloutConfig) -> Iterator[Unread]:
     if rollout.speculate == "none":
         options = ("rollout.speculate_tokens",)
         yield Unread(options, "rollout.speculate=none", "set rollout.speculate=ngram or mtp")
+    if rollout.speculate != "mtp":
+        where = f"rollout.speculate={rollout.speculate}"
+        yield Unread(("rollout.speculate_when",), where, "set rollout.speculate=mtp")
 
 
 def check_speculation(rollout: RolloutConfig, drift: DriftConfig, train: TrainConfig) -> None:

@@ -33,6 +33,14 @@ def read_thread_s() -> float:
     return (int(ran) + int(waited)) / 1e9
 
 
+def read_pass_s() -> float:
+    """Return seconds by which passes of an engine are compared, in the thread that runs them.
+
+    On a CPU those in which the thread ran, as other processes may take its core meanwhile.
+    """
+    return time.monotonic() if has_cuda() else time.thread_time()
+
+
 class RankClock:
     """Sums the seconds of work by phase."""
 

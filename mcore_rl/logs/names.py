@@ -143,8 +143,10 @@ METRICS: Mapping[str, Mapping[str, str]] = {
     },
     "Drafts of engines that speculate": {
         "drafts/version": "the newest weights that verified drafts since the last step",
+        "drafts/pass_share": "share of their passes that checked drafts; the others drew a token",
         "drafts/acceptance": "share of rollout.speculate_tokens that these accepted, per pass",
         "drafts/tokens_per_pass": "tokens that a pass of these drew for a request",
+        "drafts/gain": "how many times as fast engines measured drawing with drafts to be",
     },
     "Weight sync": {
         "sync/seconds": "wall time of the weight sync",

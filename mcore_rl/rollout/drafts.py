@@ -8,20 +8,23 @@ n-grams of what was seen -> tree of drafts -> tell_drafts_apart -> SGLang verifi
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from mcore_rl.types import Array, WeightVersion
+from mcore_rl.rollout.draft_choice import Told, Way
+from mcore_rl.types import Array, DraftCount, WeightVersion
 from mcore_rl.weights.models.mtp import DRAFT_MODEL
 
 COUNTS = "draft_counts"
 """Name in an engine's answer of what `count_drafts` has counted."""
 COMPILERS = ("c++", "g++", "clang++")
-DraftCounts = Mapping[WeightVersion, tuple[int, int]]
-"""Version of weights -> (passes that verified drafts, drafts that they accepted)."""
+DraftCounts = Mapping[WeightVersion, DraftCount]
+CHECKED = Told(Way.DRAFT, gain=None)
+"""A pass of an engine that measures nothing."""
 
 
 def find_compilers() -> None:
@@ -96,11 +99,13 @@ def show_draft_model() -> None:
     worker.init_lm_head = init_lm_head
 
 
-def count_drafts() -> None:
-    """Have answers tell in how many passes each version of weights verified drafts, and how many it
-    accepted, as [version, passes, accepted] each, in the scheduler that calls this.
+def count_drafts(tell_pass: Callable[[], Told] = lambda: CHECKED) -> None:
+    """Have answers tell of each version of weights what its passes did for the request, as
+    [version, *fields of DraftCount] each, in the scheduler that calls this.
 
-    SGLang counts them for a request, whatever weights it was drawn with.
+    SGLang counts drafts for a request, whatever weights it was drawn with.
+
+    tell_pass   returns what the pass was that is being processed; it checked drafts by default
     """
     schedule_batch: Any = import_module("sglang.srt.managers.schedule_batch")
     context: Any = import_module("sglang.srt.runtime_context")
@@ -114,31 +119,39 @@ def count_drafts() -> None:
         note(req, num_accepted)
         version = context.get_serving().weight_version
         own = vars(req)
-        own[COUNTS] = sum_counts(own.get(COUNTS, {}), {version: (1, num_accepted)})
+        count = count_pass(tell_pass(), num_accepted)
+        own[COUNTS] = sum_counts(own.get(COUNTS, {}), {version: count})
 
     def list_counts(self: Any, reqs: list[Any]) -> dict[str, list[Any]]:
         finished = [getattr(req, COUNTS, {}) if req.finished() else {} for req in reqs]
-        return {COUNTS: [[[v, *counts[v]] for v in counts] for counts in finished]}
+        return {COUNTS: [[[v, *astuple(counts[v])] for v in counts] for counts in finished]}
 
     schedule_batch.Req.update_spec_correct_drafts_histogram = note_by_version
     streamer.has_additional_customized_info = True
     streamer.build_additional_customized_info = list_counts
 
 
-def sum_counts(*counts: DraftCounts) -> dict[WeightVersion, tuple[int, int]]:
-    """Return the sums of passes and of accepted drafts of each version."""
-    sums: dict[WeightVersion, tuple[int, int]] = {}
+def count_pass(told: Told, num_accepted: int) -> DraftCount:
+    """Return the count of one pass of a request."""
+    gains = (0, 0.0) if told.gain is None else (1, told.gain)
+    if told.way is Way.DRAFT:
+        return DraftCount(1, num_accepted, 0, *gains)
+    return DraftCount(0, 0, 1, *gains)
+
+
+def sum_counts(*counts: DraftCounts) -> dict[WeightVersion, DraftCount]:
+    """Return the sums of each version."""
+    sums: dict[WeightVersion, DraftCount] = {}
     for each in counts:
-        for version, (num_passes, num_accepted) in each.items():
-            passes_before, accepted_before = sums.get(version, (0, 0))
-            sums[version] = passes_before + num_passes, accepted_before + num_accepted
+        for version, count in each.items():
+            sums[version] = sums.get(version, DraftCount()) + count
     return sums
 
 
 def read_counts(meta: Mapping[str, Any]) -> DraftCounts:
     """Return what an answer's meta_info tells of drafts; {} if the engine does not speculate."""
-    rows: Iterable[tuple[str, int, int]] = meta.get(COUNTS, ())
-    return {WeightVersion(int(v)): (num_passes, accepted) for v, num_passes, accepted in rows}
+    rows: Iterable[Sequence[Any]] = meta.get(COUNTS, ())
+    return {WeightVersion(int(version)): DraftCount(*count) for version, *count in rows}
 
 
 class DraftCounter:
@@ -158,16 +171,21 @@ class DraftCounter:
 
 
 def measure_drafts(counts: DraftCounts, num_tokens: int) -> dict[str, float]:
-    """Return what the newest weights that verified drafts accepted of the `num_tokens` of a pass.
+    """Return what passes of the newest weights did, of the `num_tokens` drafts that one may check.
 
-    {} if none did.
+    {} if there were none, and without what none of them measured.
     """
     if not counts:
         return {}
     version = max(counts)
-    num_passes, num_accepted = counts[version]
-    return {
+    count = counts[version]
+    measured = {
         "drafts/version": float(version),
-        "drafts/acceptance": num_accepted / (num_passes * num_tokens),
-        "drafts/tokens_per_pass": 1 + num_accepted / num_passes,
+        "drafts/pass_share": count.checked / (count.checked + count.plain),
     }
+    if count.checked:
+        measured["drafts/acceptance"] = count.accepted / (count.checked * num_tokens)
+        measured["drafts/tokens_per_pass"] = 1 + count.accepted / count.checked
+    if count.rated:
+        measured["drafts/gain"] = count.gain / count.rated
+    return measured

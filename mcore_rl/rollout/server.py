@@ -22,7 +22,7 @@ from mcore_rl.process.network import bind_meetings_to_their_host
 from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.rollout import drafts, image_request, mamba_decay, speculation
+from mcore_rl.rollout import draft_switch, drafts, image_request, mamba_decay, speculation
 from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
 from mcore_rl.rollout.engine_spec import (
     ADAPTERS,
@@ -146,7 +146,10 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
-    if server_args.speculative_algorithm is not None:
+    if server_args.speculative_adaptive:
+        draft_switch.refuse_fixed(server_args)
+        set_ups.append(partial(draft_switch.draft_when_faster, server_args.speculative_num_steps))
+    elif server_args.speculative_algorithm is not None:
         set_ups.append(drafts.count_drafts)
     if server_args.speculative_algorithm == speculation.NGRAM:
         drafts.find_compilers()
@@ -173,6 +176,7 @@ def import_sglang(
             arguments = use_cpu(arguments, compiled=compiled)
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
+    draft_switch.prepare_choice(arguments)
     return arguments
 
 

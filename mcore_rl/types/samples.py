@@ -6,7 +6,7 @@ happened in each turn.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any, NewType
 
 import numpy as np
@@ -171,6 +171,28 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class DraftCount:
+    """Passes of a request in an engine that speculates.
+
+    checked    those that checked drafts
+    accepted   drafts that these accepted
+    plain      passes without drafts
+    rated      passes among as many requests that the engine knew what drafts gain
+    gain       sum of these gains: how many times as fast tokens are drawn with drafts
+    """
+
+    checked: int = 0
+    accepted: int = 0
+    plain: int = 0
+    rated: int = 0
+    gain: float = 0.0
+
+    def __add__(self, other: "DraftCount") -> "DraftCount":
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return DraftCount(*(one + another for one, another in pairs))
+
+
+@dataclass(frozen=True)
 class Sample:
     """One response to one prompt, or an episode of several turns that the prompt began.
 
@@ -185,7 +207,7 @@ class Sample:
     episode          its turns, and the rows that train them. The response is then what the rows
                      train, row after row, and the text is the conversation after the prompt
     engines          numbers of the engines that drew it, in order
-    drafts           version of weights -> (passes that verified drafts of it, drafts accepted)
+    drafts           version of weights -> passes of it in an engine that speculates
     """
 
     prompt: Prompt
@@ -200,7 +222,7 @@ class Sample:
     experts_start: int = 0
     episode: EpisodeRecord | None = field(default=None, compare=False, repr=False)
     engines: tuple[int, ...] = field(default=(), compare=False)
-    drafts: Mapping[WeightVersion, tuple[int, int]] = field(
+    drafts: Mapping[WeightVersion, DraftCount] = field(
         default_factory=dict, compare=False, repr=False
     )
 

@@ -40,9 +40,12 @@ def test_engines_guess_with_the_layer_that_the_run_trains(
     assert run.finish() == 0, run.tail()
     assert_engine_agrees(run, num_steps=2)
     run.assert_nothing_left()
-    for step in steps_of(run):
+    steps = steps_of(run)
+    assert steps[0]["drafts/pass_share"] > 0
+    for step in steps:  # engines are still measuring, and a step may have no pass with drafts
         assert step["drafts/version"] == step["step"] - 1
-        assert 0 <= step["drafts/acceptance"] <= 1 <= step["drafts/tokens_per_pass"] <= 3
+        assert 0 <= step.get("drafts/acceptance", 0) <= 1
+        assert 1 <= step.get("drafts/tokens_per_pass", 1) <= 3
         assert step["logprob_diff/router_flip_share"] == 0 < step["mtp/loss"]
 
 

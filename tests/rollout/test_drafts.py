@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from mcore_rl.rollout import drafts
+from mcore_rl.rollout.draft_choice import Told, Way
 from mcore_rl.rollout.drafts import (
     DraftCounter,
+    count_pass,
     find_compilers,
     measure_drafts,
     move_repeated,
@@ -18,7 +20,7 @@ from mcore_rl.rollout.drafts import (
 )
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.speculation import make_speculation
-from mcore_rl.types import WeightVersion
+from mcore_rl.types import DraftCount, WeightVersion
 
 OLD, NEW = WeightVersion(3), WeightVersion(4)
 
@@ -52,11 +54,16 @@ def test_a_draft_that_repeats_another_goes_behind_it(
 
 
 def test_an_engine_gets_the_options_of_its_drafts(tmp_path: Path) -> None:
-    spec = EngineSpec("m", str(tmp_path / "log"), port=1, speculation=make_speculation("ngram", 5))
+    def list_flags(method: str, when: str) -> list[str]:
+        speculation = make_speculation(method, 5, when)
+        spec = EngineSpec("m", str(tmp_path / "log"), port=1, speculation=speculation)
+        return spec.arguments()
+
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
-    assert spec.arguments()[-len(flags) :] == flags
-    plain = EngineSpec("m", str(tmp_path / "log"), port=1, speculation=make_speculation("none", 5))
-    assert "--speculative-algorithm" not in plain.arguments()
+    assert list_flags("ngram", "faster")[-len(flags) :] == flags
+    assert "--speculative-algorithm" not in list_flags("none", "faster")
+    assert list_flags("mtp", "faster")[-1] == "--speculative-adaptive"
+    assert "--speculative-adaptive" not in list_flags("mtp", "always")
 
 
 def test_a_machine_without_compilers_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,21 +77,32 @@ def test_a_machine_without_compilers_is_told_so(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_passes_are_counted_by_version() -> None:
-    told = read_counts({"draft_counts": [["3", 10, 4], ["4", 2, 0]]})
-    assert told == {OLD: (10, 4), NEW: (2, 0)}
+    told = read_counts({"draft_counts": [["3", 10, 4, 5, 1, 1.5], ["4", 2, 0, 0, 0, 0.0]]})
+    assert told == {OLD: DraftCount(10, 4, 5, 1, 1.5), NEW: DraftCount(2, 0)}
     assert read_counts({}) == {}
     counter = DraftCounter()
     counter.add(told)
-    counter.add({NEW: (6, 6)})
-    assert counter.take() == {OLD: (10, 4), NEW: (8, 6)}
+    counter.add({NEW: DraftCount(6, 6)})
+    assert counter.take() == {OLD: told[OLD], NEW: DraftCount(8, 6)}
     assert counter.take() == {}
-    assert sum_counts(told, told) == {OLD: (20, 8), NEW: (4, 0)}
+    doubled = {OLD: DraftCount(20, 8, 10, 2, 3.0), NEW: DraftCount(4, 0)}
+    assert sum_counts(told, told) == doubled
+
+
+def test_a_pass_counts_as_what_it_was() -> None:
+    assert count_pass(Told(Way.DRAFT, None), 2) == DraftCount(1, 2)
+    assert count_pass(Told(Way.DRAFT, 1.5), 0) == DraftCount(1, 0, 0, 1, 1.5)
+    assert count_pass(Told(Way.KEEP, 0.5), 0) == DraftCount(0, 0, 1, 1, 0.5)
 
 
 def test_the_newest_weights_are_measured() -> None:
     assert measure_drafts({}, 3) == {}
-    assert measure_drafts({NEW: (8, 6), OLD: (10, 4)}, 3) == {
+    assert measure_drafts({NEW: DraftCount(8, 6, 24, 2, 2.5), OLD: DraftCount(10, 4)}, 3) == {
         "drafts/version": 4.0,
+        "drafts/pass_share": 0.25,
         "drafts/acceptance": 0.25,
         "drafts/tokens_per_pass": 1.75,
+        "drafts/gain": 1.25,
     }
+    plain = {"drafts/version": 4.0, "drafts/pass_share": 0.0}
+    assert measure_drafts({NEW: DraftCount(plain=9)}, 3) == plain

@@ -463,6 +463,9 @@ ROLLOUT_RULES = Rules(
         **with_reason(
             "set rollout.speculate_tokens",
             *("speculative_num_draft_tokens", "speculative_num_steps", "speculative_eagle_topk"),
+        ),
+        **with_reason(
+            "set rollout.speculate_when",
             *("speculative_adaptive", "speculative_adaptive_config"),
         ),
         **with_reason(

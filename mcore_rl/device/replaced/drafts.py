@@ -38,6 +38,30 @@ DRAFTS: tuple[Patch, ...] = (
         test="tests/scenarios/rollout/test_drafts.py::test_each_version_counts_its_own_passes",
     ),
     Patch(
+        "mcore_rl.rollout.draft_switch:offer_no_drafts",
+        ("sglang.srt.speculative.adaptive_spec_params.DEFAULT_ADAPTIVE_CONFIG",),
+        by="the numbers of drafts that SGLang chooses between by that of the recipe, and none",
+        reason="SGLang reads such numbers from a file, which each node would need",
+        scope=Scope.BOTH,
+        runs=Times.APART,
+        switch="`rollout.speculate` other than mtp, or `rollout.speculate_when` other than faster",
+        opt_in=True,
+        test="tests/scenarios/weight_sync/test_draft_sync.py"
+        "::test_an_engine_guesses_where_that_is_faster",
+    ),
+    Patch(
+        "mcore_rl.rollout.draft_switch:draft_when_faster",
+        ("sglang.srt.speculative.eagle_worker_v2.AdaptiveSpeculativeParams",),
+        by="the choice of a number of drafts by what is accepted by one by measured speed",
+        reason="SGLang knows neither what a pass costs nor when weights change",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`rollout.speculate` other than mtp, or `rollout.speculate_when` other than faster",
+        opt_in=True,
+        test="tests/scenarios/weight_sync/test_draft_sync.py"
+        "::test_an_engine_guesses_where_that_is_faster",
+    ),
+    Patch(
         "mcore_rl.rollout.drafts:show_draft_model",
         ("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",),
         by="a served model by one that names its draft model",

@@ -115,7 +115,9 @@ def test_tokens_are_drawn_with_the_policys_probabilities(
     excess_V = torch.bincount(token_T, minlength=VOCAB_SIZE) - probs_TV.sum(0)
     deviation_V = excess_V / (probs_TV * (1 - probs_TV)).sum(0).sqrt()
     counted = sum_counts(*(read_counts(answer["meta_info"]) for answer in answers))
-    passes, accepted = counted[WeightVersion(0)]
+    count = counted[WeightVersion(0)]
+    passes, accepted = count.checked, count.accepted
+    assert count.plain == 0
     print(f"{p_value=}, {deviation_V=}, {accepted} drafts in {passes} passes, {len(token_T)}")
     assert p_value > LEAST_P_VALUE
     assert deviation_V.abs().max() < 4.5
@@ -152,10 +154,9 @@ def test_each_version_counts_its_own_passes(served: tuple[str, PreTrainedModel])
         meta = answer["meta_info"]
         counts = read_counts(meta)
         first, second = meta["weight_versions"]
-        passes, accepted = counts[WeightVersion(0)]
-        assert first["end"] - first["start"] == 1 + passes + accepted
-        passes, accepted = counts[WeightVersion(7)]
-        assert 0 <= passes + accepted - (second["end"] - second["start"]) <= 6
+        old, new = counts[WeightVersion(0)], counts[WeightVersion(7)]
+        assert first["end"] - first["start"] == 1 + old.checked + old.accepted
+        assert 0 <= new.checked + new.accepted - (second["end"] - second["start"]) <= 6
 
 
 def test_a_swap_of_weights_leaves_each_token_its_version(tmp_path: Path) -> None:

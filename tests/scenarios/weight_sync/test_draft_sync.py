@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from mcore_rl.rollout.drafts import read_counts
+from mcore_rl.rollout.drafts import read_counts, sum_counts
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.run.links import make_record
-from mcore_rl.types import WeightVersion
+from mcore_rl.types import DraftCount, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
 from tests.support.chi_square import fit_of_draws
@@ -47,6 +47,7 @@ class Trainer:
     ranks: MegatronRanks
     engine: EngineProcess
     versions: list[Path]
+    sizes: dict[str, int]
     agreed: str
 
     def connect(self, version: int) -> SyncController:
@@ -69,9 +70,12 @@ class Trainer:
         report = asyncio.run((controller or self.connect(version)).sync(version))
         assert not report.failed, report.failed
 
-    def draw(self, temperature: float, num_tokens: int = 30) -> list[dict[str, Any]]:
+    def draw(
+        self, temperature: float, num_tokens: int = 30, num_prompts: int = len(PROMPTS)
+    ) -> list[dict[str, Any]]:
         parameters = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
-        asked = {"input_ids": PROMPTS, "sampling_params": parameters, "return_logprob": True}
+        prompts = PROMPTS[:num_prompts]
+        asked = {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True}
         headers = {"Content-Type": "application/json", **KEYS.user_headers}
         url = f"{self.engine.url}/generate"
         request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
@@ -79,10 +83,14 @@ class Trainer:
             return json.load(response)
 
 
-def make_drafting_config(hf_dir: Path) -> Any:
+def make_drafting_config(hf_dir: Path, when: str = "always") -> Any:
     config = make_config(hf_dir, {})
     rollout = replace(
-        config.rollout, speculate="mtp", speculate_tokens=GUESSES, deterministic=False
+        config.rollout,
+        speculate="mtp",
+        speculate_tokens=GUESSES,
+        speculate_when=when,
+        deterministic=False,
     )
     return replace(config, rollout=rollout, train=replace(config.train, mtp_loss=0.3))
 
@@ -112,18 +120,30 @@ def trainer(
     ranks = MegatronRanks(1)
     try:
         engine.wait_healthy()
-        yield Trainer(ranks, engine, [begun, *others], agreed)
+        yield Trainer(ranks, engine, [begun, *others], sizes, agreed)
     finally:
         engine.stop()
         ranks.stop()
 
 
+@pytest.fixture(scope="module")
+def choosing(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """The same with an engine that guesses where it measures that guessing is faster."""
+    config = make_drafting_config(trainer.versions[0], "faster")
+    folder = tmp_path_factory.mktemp("choosing")
+    [engine] = start_engines(config, folder, [trainer.sizes])
+    try:
+        engine.wait_healthy()
+        yield replace(trainer, engine=engine)
+    finally:
+        engine.stop()
+
+
 def accepted_share(answers: Sequence[dict[str, Any]], version: int) -> float:
     """Return the share of guesses that weights of this version accepted."""
     told = [read_counts(answer["meta_info"]) for answer in answers]
-    counts = [each.get(WeightVersion(version), (0, 0)) for each in told]
-    passes, accepted = (sum(column) for column in zip(*counts, strict=True))
-    return accepted / (GUESSES * passes)
+    count = sum_counts(*told)[WeightVersion(version)]
+    return count.accepted / (GUESSES * count.checked)
 
 
 def load_model(folder: Path) -> PreTrainedModel:
@@ -162,19 +182,52 @@ def test_guesses_follow_the_policy(trainer: Trainer) -> None:
     assert shares[:2] == [1.0, 1.0] and shares[2] < 0.5, shares
 
 
+def fit_of(draws: Sequence[Sequence[dict[str, Any]]], version: Path) -> float:
+    """Return the p-value of a chi-square test of the tokens that weights have drawn."""
+    model = load_model(version)
+    logprobs, tokens = [], []
+    for answers in draws:
+        for prompt, answer in zip(PROMPTS, answers, strict=False):
+            drawn = torch.tensor(answer["output_ids"])
+            logits = score(model, [*prompt, *answer["output_ids"]])[len(prompt) - 1 :]
+            logprobs.append(torch.log_softmax(logits.double(), -1))
+            tokens.append(drawn)
+    return fit_of_draws(torch.cat(logprobs), torch.cat(tokens))
+
+
 def test_tokens_are_drawn_with_the_policys_probabilities(trainer: Trainer) -> None:
     trainer.sync(1)
-    answers = [answer for _ in range(2) for answer in trainer.draw(1.0, 240)]
-    model = load_model(trainer.versions[1])
-    logprobs, tokens = [], []
-    for i, answer in enumerate(answers):
-        prompt = PROMPTS[i % len(PROMPTS)]
-        drawn = torch.tensor(answer["output_ids"])
-        logits = score(model, [*prompt, *answer["output_ids"]])[len(prompt) - 1 :]
-        logprobs.append(torch.log_softmax(logits.double(), -1))
-        tokens.append(drawn)
-    assert 0.1 < accepted_share(answers, 1) < 1
-    assert fit_of_draws(torch.cat(logprobs), torch.cat(tokens)) > 1e-4
+    draws = [trainer.draw(1.0, 240) for _ in range(2)]
+    assert 0.1 < accepted_share([answer for answers in draws for answer in answers], 1) < 1
+    assert fit_of(draws, trainer.versions[1]) > 1e-4
+
+
+def count_passes(answers: Sequence[dict[str, Any]], version: int) -> DraftCount:
+    counts = sum_counts(*(read_counts(answer["meta_info"]) for answer in answers))
+    assert counts.keys() == {version}
+    return counts[WeightVersion(version)]
+
+
+def test_an_engine_guesses_where_that_is_faster(choosing: Trainer) -> None:
+    """Tokens and log-probs are right while passes take turns to be measured, and afterwards."""
+    choosing.sync(1)
+    draws = [choosing.draw(1.0, 240, num_prompts) for num_prompts in (1, 2, 4)]
+    measured = [answer for answers in draws for answer in answers]
+    measuring = count_passes(measured, 1)
+    print(measuring)
+    assert measuring.plain > 3 * 32 and 0.1 < accepted_share(measured, 1) < 1
+    assert fit_of(draws, choosing.versions[1]) > 1e-4
+    gains = []
+    for version in (2, 3, 1):
+        choosing.sync(version)
+        answers = choosing.draw(0.0, 240)
+        assert largest_error(answers, choosing.versions) < 1e-5
+        count = count_passes(answers, version)
+        print(version, count)
+        drafted = count.checked / (count.checked + count.plain)
+        assert drafted < 0.1 if version == 3 else drafted > 0.9, (version, count)
+        gains.append(count.gain / count.rated)
+    assert gains[1] < 1 < min(gains[0], gains[2]), gains
 
 
 def test_weights_change_within_responses(trainer: Trainer) -> None:

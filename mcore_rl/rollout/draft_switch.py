@@ -1,0 +1,99 @@
+"""Has SGLang's passes check drafts where they are faster with them; draft_choice.py decides.
+
+before a pass       AdaptiveController of SGLang -> choose_steps -> drafts of a pass, or 0
+when it is done     accepted drafts of requests  -> DraftChoice.note -> count of the answer
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from mcore_rl.device.rank_clock import read_pass_s
+from mcore_rl.rollout.draft_choice import DraftChoice, Seconds, Way
+from mcore_rl.rollout.drafts import count_drafts
+from mcore_rl.rollout.speculation import NUM_STEPS, WHEN_FASTER
+
+
+def offer_no_drafts(num_steps: int) -> None:
+    """Have SGLang choose for each pass between `num_steps` drafts and none, in this process."""
+    params: Any = import_module("sglang.srt.speculative.adaptive_spec_params")
+    assert hasattr(params, "DEFAULT_ADAPTIVE_CONFIG"), "SGLang has another name for it"
+    params.DEFAULT_ADAPTIVE_CONFIG = {"1": {"candidate_steps": [0, num_steps]}}
+
+
+def prepare_choice(arguments: Sequence[str]) -> None:
+    """Have SGLang read its arguments so that a pass may check no drafts, if they ask for that."""
+    if WHEN_FASTER in arguments:
+        offer_no_drafts(int(arguments[arguments.index(NUM_STEPS) + 1]))
+
+
+def refuse_fixed(server_args: Any) -> None:
+    """Raise ValueError if SGLang would check drafts in each pass against what was asked for."""
+    params: Any = import_module("sglang.srt.speculative.adaptive_spec_params")
+    if reason := params.adaptive_unsupported_reason(server_args):
+        raise ValueError(
+            f"rollout.speculate_when=faster: SGLang cannot choose whether a pass checks drafts:"
+            f" {reason}; leave that out, or set rollout.speculate_when=always"
+        )
+
+
+def draft_when_faster(num_steps: int) -> None:
+    """Have each pass check drafts or not, as measured, in the scheduler that calls this."""
+    offer_no_drafts(num_steps)
+    choice = DraftChoice(read_pass_s, agree_on)
+    count_drafts(lambda: choice.told)
+    worker: Any = import_module("sglang.srt.speculative.eagle_worker_v2")
+    assert hasattr(worker, "AdaptiveSpeculativeParams"), "SGLang has another name for it"
+    worker.AdaptiveSpeculativeParams = lambda initial_steps, cfg_path: StepChoice(
+        choice, initial_steps
+    )
+
+
+def agree_on(seconds: Seconds) -> Seconds:
+    """Return the seconds of the first of an engine's ranks, on all of them."""
+    context: Any = import_module("sglang.srt.runtime_context")
+    group = context.get_parallel().tp_group
+    told = torch.tensor([seconds[way] for way in Way], dtype=torch.float64)
+    if len(group.ranks) > 1:
+        torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
+    return dict(zip(Way, told.tolist(), strict=True))
+
+
+class StepChoice:
+    """Tells SGLang how many drafts each pass checks, `num_steps` or none.
+
+    The names and arguments of its methods are those of SGLang's AdaptiveSpecPolicy.
+    """
+
+    def __init__(self, choice: DraftChoice, num_steps: int) -> None:
+        self._choice = choice
+        self._num_steps = num_steps
+        self._batch_sizes: list[int] | None = None
+        environ: Any = import_module("sglang.srt.environ")
+        self._leaves_out = environ.envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND
+        self._context: Any = import_module("sglang.srt.runtime_context")
+
+    @property
+    def candidate_steps(self) -> list[int]:
+        """Return the numbers of drafts that a pass may check."""
+        return [0, self._num_steps]
+
+    def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
+        """Take the batch sizes of which SGLang captures graphs."""
+        self._batch_sizes = cuda_graph_bs
+
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+        """Return the batch sizes that may run with `step` drafts: any."""
+        return self._batch_sizes
+
+    def get_steps_for_batch(self, batch_size: int) -> int:
+        """Return the number of drafts of the pass that begins."""
+        way = self._choice.choose(batch_size, self._context.get_serving().weight_version)
+        self._leaves_out.set(way is Way.PLAIN)
+        return self._num_steps if way is Way.DRAFT else 0
+
+    def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
+        """Take what a pass has accepted; the next one asks by itself."""
+        self._choice.note(num_correct_drafts_per_req)
