@@ -49,7 +49,7 @@ def test_a_step_moves_weights_and_a_restart_goes_on(
 def finish(runs: list[Run], *args: str, run_dir: Path) -> None:
     run = Run(args, run_dir)
     runs.append(run)
-    assert run.finish(timeout_s=300) == 0, run.tail()
+    assert run.finish(timeout_s=900) == 0, run.tail()
     run.assert_nothing_left()
 
 
