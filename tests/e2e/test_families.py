@@ -8,6 +8,7 @@ import pytest
 
 from checkpoint_tools.cli import main
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
+from mcore_rl.weights.layouts.sglang_models import EXPERT_BIASES
 from mcore_rl.weights.models import family_of
 from tests.e2e.test_train import (
     Start,
@@ -31,6 +32,8 @@ ENGINES = {
     "gpt_oss": {"tp": 2},
     "moonlight": EXPERT_PARALLEL,
     "kimi_k2": EXPERT_PARALLEL,
+    "glm4_moe_lite": EXPERT_PARALLEL,
+    "hunyuan_v3": EXPERT_PARALLEL,
     "qwen3_next": EXPERT_PARALLEL,
     "deepseek_v32": {**EXPERT_PARALLEL, "attention_dp": 2},
     "glm5": {},
@@ -48,11 +51,7 @@ INDEXER_REPLAY = {"deepseek_v32": "engine", "glm5": "none"}
 def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: str) -> None:
     model = write_family(kind, arithmetic, tmp_path / kind)
     config = read_hf_config(model)
-    biases = [
-        name
-        for name in family_of(config).shapes(config)
-        if name.endswith("e_score_correction_bias")
-    ]
+    biases = [name for name in family_of(config).shapes(config) if name.endswith(EXPERT_BIASES)]
     is_sparse = "index_topk" in config
     run = start(
         "train",

@@ -274,6 +274,11 @@ OTHER_NAMES = {
     "DeepseekV32ForCausalLM": NORMED_LATENTS,
     "GlmMoeDsaForCausalLM": NORMED_LATENTS,
     "GptOssForCausalLM": {"mlp.gate.weight": "mlp.router.weight"},
+    "HYV3ForCausalLM": {
+        "mlp.gate.weight": "mlp.router.gate.weight",
+        "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
+        "mlp.shared_experts.": "mlp.shared_mlp.",
+    },
     "MixtralForCausalLM": NUMBERED,
     "MiniMaxM2ForCausalLM": NUMBERED,
     "Qwen2MoeForCausalLM": ONE_SHARED_EXPERT,

@@ -46,6 +46,7 @@ from mcore_rl.types.scores import Scores
 from mcore_rl.weight_sync.controller.factor_sync import choose_factors
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts, moe_layers, read_hf_config
+from mcore_rl.weights.layouts.sglang_models import EXPERT_BIASES
 from mcore_rl.weights.models import family_of
 from tests.support.engine_keys import KEYS
 from tests.support.megatron_ranks import MegatronRanks
@@ -72,7 +73,7 @@ def make_config(
     """
     hf_config = read_hf_config(hf_dir)
     names = family_of(hf_config).shapes(hf_config)
-    has_bias = any(name.endswith("e_score_correction_bias") for name in names)
+    has_bias = any(name.endswith(EXPERT_BIASES) for name in names)
     return Config(
         run=RunConfig(steps=steps, call_timeout_s=TIMEOUT_S),
         model=ModelConfig(path=str(hf_dir)),

@@ -26,6 +26,7 @@ from mcore_rl.weights.layouts.sglang_models import (
     DTYPES,
     EMBEDDING_ON_EVERY_STAGE,
     EXPERT_AXIS,
+    EXPERT_BIASES,
     HEAD_ON_EVERY_STAGE,
     RULES,
     RULES_OF,
@@ -155,7 +156,7 @@ class SGLangLayout(StagedLayout):
     def _rule(self, entry: Entry) -> EngineRule:
         """Return how SGLang cuts a tensor. Raises ValueError if that is not recorded."""
         module, _, kind = entry.suffix.rpartition(".")
-        if kind == "e_score_correction_bias":
+        if kind in EXPERT_BIASES:
             return WHOLE
         module = "self_attn.sinks" if kind == "sinks" else module.replace("language_model.", "")
         sizes = self._sizes

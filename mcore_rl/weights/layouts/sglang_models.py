@@ -74,13 +74,19 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_expert.up_proj": EngineRule("tensor"),
     "mlp.shared_expert.down_proj": EngineRule("tensor", COLUMNS),
     "mlp.shared_expert_gate": WHOLE,
+    "mlp.shared_mlp.gate_proj": EngineRule("tensor"),
+    "mlp.shared_mlp.up_proj": EngineRule("tensor"),
+    "mlp.shared_mlp.down_proj": EngineRule("tensor", COLUMNS),
     **dict.fromkeys(("enorm", "hnorm", "eh_proj", "shared_head.norm"), WHOLE),
     **MODULES,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,
+    "mlp.router.gate": WHOLE,
 }
 """HF module within the layer -> how it is cut. Routed experts are cut by EXPERT_AXIS."""
 
+EXPERT_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Last parts of the HF names of the bias that chooses experts, which every rank has whole."""
 RULES_OF: Mapping[str, Mapping[str, EngineRule]] = {
     "MiniMaxM2ForCausalLM": {
         "self_attn.q_norm": EngineRule("attention"),
@@ -100,6 +106,7 @@ WITH_HEAD_BY_DP = {
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     *SPARSE,
     "GptOssForCausalLM",
     "Qwen3ForCausalLM",
@@ -114,6 +121,7 @@ WITH_WHOLE_DENSE_LAYERS = {
     "DeepseekV3ForCausalLM",
     *SPARSE,
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "Glm4vMoeForConditionalGeneration",
     "KimiVLForConditionalGeneration",
 }
@@ -125,6 +133,7 @@ WITH_DEEPEP = {
     "Glm4vMoeForConditionalGeneration",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     *SPARSE,
     "KimiVLForConditionalGeneration",
 }
@@ -150,7 +159,9 @@ None: the first of these ranks has the whole tensor, the others have zeros.
 
 DTYPES = {
     ("Glm4MoeForCausalLM", "mlp.gate.weight"): "float32",
+    ("Glm4MoeLiteForCausalLM", "mlp.gate.weight"): "float32",
     ("Glm4vMoeForConditionalGeneration", "mlp.gate.weight"): "float32",
+    ("HYV3ForCausalLM", "mlp.router.gate.weight"): "float32",
     ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate.weight"): "float32",
     ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
     ("GptOssForCausalLM", "mlp.experts.down_proj_bias"): "float32",
@@ -171,6 +182,7 @@ HEAD_ON_EVERY_STAGE = {
     "Qwen2MoeForCausalLM",
     "MixtralForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
     "LlamaForCausalLM",
 }
@@ -181,6 +193,7 @@ EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
 
 # Architectures whose SGLang model does not support a feature.
 WITHOUT_STAGES = {
+    "HYV3ForCausalLM",
     "OlmoeForCausalLM",
     "KimiVLForConditionalGeneration",
     "Qwen3NextForCausalLM",
@@ -188,6 +201,7 @@ WITHOUT_STAGES = {
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
 WITHOUT_EXPERT_PARALLELISM = {"GptOssForCausalLM"}
 WITHOUT_ATTENTION_DP = {
+    "HYV3ForCausalLM",
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
     "MixtralForCausalLM",
@@ -202,6 +216,7 @@ WITHOUT_TIED_HEAD = {
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "MiniMaxM2ForCausalLM",
     "GptOssForCausalLM",
     "Qwen3NextForCausalLM",
@@ -287,6 +302,7 @@ ROTARY_SHARE_BESIDE = ("Qwen3NextForCausalLM", *QWEN3_5_MODELS)
 rotary settings."""
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
+    "HYV3ForCausalLM": ("qk_norm", "route_norm"),
     "MiniMaxM2ForCausalLM": ("use_qk_norm", "use_routing_bias", "rotary_dim", "scoring_func"),
     "Qwen3NextForCausalLM": ("full_attention_interval",),
     **dict.fromkeys(QWEN3_5_MODELS, ("full_attention_interval",)),

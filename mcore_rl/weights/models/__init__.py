@@ -7,9 +7,16 @@ which would make lists of tensors that never end.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, KIMI_VL
+from mcore_rl.weights.models.deepseek_kimi import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GLM4_MOE_LITE,
+    KIMI_K25,
+    KIMI_VL,
+)
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
+from mcore_rl.weights.models.hunyuan import HUNYUAN_V3
 from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.nemotron import NEMOTRON_H
 from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -44,8 +51,10 @@ CAUSAL = (
     GPT_OSS,
     DEEPSEEK_V3,
     DEEPSEEK_V2,
+    GLM4_MOE_LITE,
     DEEPSEEK_V32,
     GLM5,
+    HUNYUAN_V3,
     QWEN3,
     QWEN2,
     LLAMA,

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 (also R1, Kimi-K2 and Moonlight), DeepSeek-V2, Kimi-K2.5, and Kimi-VL.
+"""DeepSeek-V3 (also R1, Kimi-K2 and Moonlight), DeepSeek-V2, GLM-4.7-Flash, Kimi-K2.5, Kimi-VL.
 
 All have latent attention, shared experts and dense first layers. V3 scores experts by sigmoid and
-chooses them with a bias; V2 scores them by softmax. Kimi-VL is the language model of DeepSeek-V3
-behind the vision tower MoonViT:
+chooses them with a bias, as does GLM-4.7-Flash; V2 scores them by softmax. Kimi-VL is the language
+model of DeepSeek-V3 behind the vision tower MoonViT:
 
     Megatron key                          HF name
     decoder.layers.{layer}.*          <-  language_model.model.layers.{layer}.*
@@ -14,6 +14,7 @@ Kimi-K2.5 (also K2.6) only the language model is trained; exports get tower and 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mcore_rl.weights.models import rules, tower
@@ -22,6 +23,7 @@ from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
     find_group_refusal,
+    find_mlp_types_refusal,
     find_rope_theta_refusal,
     is_after_dense_layers,
     make_base_options,
@@ -98,6 +100,18 @@ DEEPSEEK_V3 = Family(
         "n_shared_experts",
         "q_lora_rank",
         "routed_scaling_factor",
+    ),
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    architecture="Glm4MoeLiteForCausalLM",
+    rules=LANGUAGE_RULES,
+    supported={**DEEPSEEK_V3.supported, "partial_rotary_factor": (1.0,)},
+    refusal=lambda config: (
+        find_mlp_types_refusal(config)
+        or find_rope_theta_refusal(config)
+        or DEEPSEEK_V3.refusal(config)
     ),
 )
 

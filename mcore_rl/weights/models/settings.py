@@ -253,6 +253,22 @@ def is_after_dense_layers(config: HfConfig, layer: int) -> bool:
     return layer >= (config.get("first_k_dense_replace") or 0)
 
 
+def find_mlp_types_refusal(config: HfConfig) -> str:
+    """Return why `mlp_layer_types` is not what `first_k_dense_replace` says, or "" if it is.
+
+    transformers reads the list, SGLang and the tables the number.
+    """
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return ""
+    num_layers = need(config, "num_hidden_layers")
+    wanted = ["sparse" if is_after_dense_layers(config, i) else "dense" for i in range(num_layers)]
+    if list(types) == wanted:
+        return ""
+    first = config.get("first_k_dense_replace")
+    return f"mlp_layer_types={types!r:.80} is not what first_k_dense_replace={first} says"
+
+
 def is_sparse_layer(config: HfConfig, layer: int) -> bool:
     """Return whether a layer of Qwen2-MoE or Qwen3-MoE has experts, by the rule of transformers."""
     return (

@@ -25,6 +25,7 @@ from typing import Any
 from mcore_rl.weights.models import rules
 from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, read_deepseek_sizes
 from mcore_rl.weights.models.settings import (
+    find_mlp_types_refusal,
     find_rope_theta_refusal,
     is_after_dense_layers,
     match_mtp_names,
@@ -143,20 +144,10 @@ def find_sparse_refusal(config: HfConfig, *, shares: bool) -> str:
 
     shares   whether the family has layers that share an indexer
     """
-    num_layers = need(config, "num_hidden_layers")
-    dense = min(need(config, "first_k_dense_replace"), num_layers)
-    lists = {
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (num_layers - dense),
-        "layer_types": ["indexed_attention"] * num_layers,
-    }
-    reasons = {
-        "mlp_layer_types": f"first_k_dense_replace={config.get('first_k_dense_replace')} says",
-        "layer_types": "sparse attention in every layer is",
-    }
-    for key, wanted in lists.items():
-        if config.get(key) is not None and list(config[key]) != wanted:
-            return f"{key}={config[key]!r:.80} is not what {reasons[key]}"
-    if reason := _find_sharing_refusal(config, shares=shares):
+    kinds = config.get("layer_types")
+    if kinds is not None and list(kinds) != ["indexed_attention"] * len(list_indexers(config)):
+        return f"layer_types={kinds!r:.80} is not what sparse attention in every layer is"
+    if reason := find_mlp_types_refusal(config) or _find_sharing_refusal(config, shares=shares):
         return reason
     sizes = read_sparse_sizes(config)
     if sizes["index_topk"] < 1 or sizes["index_head"] < need(config, "qk_rope_head_dim"):

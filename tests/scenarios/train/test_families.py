@@ -46,6 +46,8 @@ LAYOUTS: Mapping[str, list[Layout]] = {
     "gpt_oss": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "moonlight": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "kimi_k2": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
+    "glm4_moe_lite": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
+    "hunyuan_v3": [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}],
     "qwen3": [{"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}],
     "qwen2": [{"tp": 4}, {"pp": 2, "cp": 2}],
     "llama": [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}],

@@ -49,6 +49,8 @@ LAYOUTS = {
     "glm4_moe": MOE_LAYOUTS[1:2],
     "olmoe": MOE_LAYOUTS[2:],
     "kimi_k2": MOE_LAYOUTS[2:],
+    "glm4_moe_lite": MOE_LAYOUTS[1:2],
+    "hunyuan_v3": MOE_LAYOUTS[2:],
     "glm5": MOE_LAYOUTS[2:],
     "nemotron3_latent": MOE_LAYOUTS[1:2],
 }
@@ -82,7 +84,13 @@ SLOW: dict[str, list[Engine]] = {
     "qwen3_moe": [(PIPELINE, "recorded"), (DATA_PARALLEL, "recorded")],
     "deepseek_v3": [(PIPELINE, "recorded"), (DATA_PARALLEL, "listed")],
     **{kind: [CUT] for kind in ("qwen2_moe", "mixtral", "minimax_m2", *DELTA_NETS)},
-    **{kind: [UNEVEN] for kind in ("deepseek_v2", "glm4_moe", "moonlight", "kimi_k2", "glm5")},
+    **{
+        kind: [UNEVEN]
+        for kind in (
+            *("deepseek_v2", "glm4_moe", "moonlight", "kimi_k2", "glm4_moe_lite", "glm5"),
+            "hunyuan_v3",
+        )
+    },
     "deepseek_v32": [UNEVEN, (DATA_PARALLEL, "listed")],
     **{kind: [DENSE] for kind in ("qwen2", "llama", "qwen3_5")},
     "gpt_oss": [({"tp": 2}, "recorded")],

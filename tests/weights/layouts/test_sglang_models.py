@@ -5,6 +5,7 @@ import pytest
 from mcore_rl.weights.layouts.sglang_models import (
     BUILT_IN,
     EXPERT_AXIS,
+    EXPERT_BIASES,
     RULES,
     SGLangSizes,
     refuse_unserved,
@@ -86,7 +87,7 @@ def test_every_module_of_every_family_has_a_rule() -> None:
                     assert ".".join(suffix.split(".")[-2:]) in EXPERT_AXIS, tensor.name
                     continue
                 module, _, kind = suffix.rpartition(".")
-                known = kind == "e_score_correction_bias" or kind == "sinks" or module in RULES
+                known = kind in EXPERT_BIASES or kind == "sinks" or module in RULES
                 assert known, tensor.name
 
 
