@@ -7,6 +7,7 @@ shared GPUs       the fullest of several moments (peak_memory.py)
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from mcore_rl.config import ParallelConfig, PlanConfig, TrainConfig
@@ -27,7 +28,9 @@ from mcore_rl.planning.resident_memory import SyncMemory, count_pair_bytes
 from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
+from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.layouts.tensors import Entry
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import HfConfig
@@ -80,6 +83,18 @@ def count_parameters(
         if is_frozen(entry.rule.key, vision):
             frozen += numel
     return Parameters(counts[False], counts[True], frozen, (matrices[False], matrices[True]))
+
+
+@lru_cache(maxsize=1024)
+def _count_stages(encoded: str, vision: str) -> tuple[Parameters, ...]:
+    """Return the parameters of the ranks of each stage.
+
+    A search for a plan that fits asks for a layout again with less recomputation, or with smaller
+    micro-batches, so the answers are kept.
+    """
+    recorded = RecordedLayouts.decode(encoded)
+    layout, sizes = recorded.source(), recorded.trainer
+    return tuple(count_parameters(layout, sizes, stage, vision) for stage in range(sizes.pp))
 
 
 def _is_matrix(entry: Entry) -> bool:
@@ -185,9 +200,9 @@ def _predict_training(
     step = _make_pass(dtype, parallel, train, plan)
     activations = Activations(hf_config, step)
     per_parameter = _count_parameter_bytes(dtype, train.optimizer.megatron, train.ddp)
+    recorded = RecordedLayouts(hf_config, dtype, sizes, SGLangSizes())
     stages = []
-    for stage in range(parallel.pp):
-        count = count_parameters(layout, sizes, stage, train.vision)
+    for stage, count in enumerate(_count_stages(recorded.encode(), train.vision)):
         states = (parallel, sizes, per_parameter, train.optimizer.name)
         if train.lora.rank:
             adapter = count_adapter(hf_config, layout, sizes, stage, train.lora)

@@ -6,9 +6,10 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
-from mcore_rl.planning.memory import predict_memory
+from mcore_rl.planning.memory import _count_stages, predict_memory, predict_trainer
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.recipe_models import PlannedRun
+from mcore_rl.planning.resident_memory import NO_LINKS
 from tests.support.policy import read
 from tests.support.recipes import LARGE_BY_LANE, plan_of
 
@@ -174,3 +175,11 @@ def test_sizes_that_do_not_fit_one_another(
 ) -> None:
     assert main(["plan", f"recipe={QWEN}", *settings.split()]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_parameters_of_a_layout_are_counted_once() -> None:
+    """A search for a plan that fits asks for each layout with less and less recomputed."""
+    _count_stages.cache_clear()
+    for settings in ([], ["train.recompute=full"], ["train.max_tokens_per_microbatch=16384"]):
+        predict_trainer(PlannedRun.make(load_recipe("qwen3_30b_a3b_grpo_8", settings)), NO_LINKS)
+    assert _count_stages.cache_info().misses == 1
