@@ -73,9 +73,20 @@ class ThreeQuestions:
 """
 
 
-@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
+FACTORS = ("train.lora.rank=4", "train.router_aux_loss_coef=0")
+
+
+@pytest.mark.parametrize(
+    ("mode", "trained"),
+    [
+        pytest.param("sync", (), marks=pytest.mark.slow),
+        ("async", ()),
+        pytest.param("async", FACTORS, marks=pytest.mark.slow),
+    ],
+    ids=["sync", "async", "factors"],
+)
 def test_tokens_of_all_turns_train_as_they_were_sampled(
-    begin: Start, calculator: Path, tmp_path: Path, mode: str
+    begin: Start, calculator: Path, tmp_path: Path, mode: str, trained: tuple[str, ...]
 ) -> None:
     """The trainer gives each sampled token the log-prob that the engine gave it in its turn.
 
@@ -87,7 +98,7 @@ def test_tokens_of_all_turns_train_as_they_were_sampled(
     options = [environment, *unread, "rollout.max_response_len=80", "run.steps=3"]
     options.append("algorithm.correction.weight=none")
     options.append(f"train.share_prefixes={'true' if mode == 'sync' else 'false'}")
-    run = begin(*settings(calculator), *options, f"rollout.mode={mode}")
+    run = begin(*settings(calculator), *options, *trained, f"rollout.mode={mode}")
     assert run.finish() == 0, run.tail()
     run.assert_nothing_left()
     steps = [line for line in run.metrics() if "loss/total" in line]

@@ -420,9 +420,13 @@ def test_models_that_give_up_their_memory_recover(start: Start, tmp_path: Path) 
     compare(start, tmp_path, deaths, "cluster.offload=true", *engines, *critic)
 
 
+FACTORS = ("train.lora.rank=4", "train.router_aux_loss_coef=0")
+
+
 @pytest.mark.slow
-def test_a_run_that_samples_beside_training_goes_on(start: Start, tmp_path: Path) -> None:
-    more = ("rollout.mode=async", "algorithm.correction.weight=token", "run.steps=8")
+@pytest.mark.parametrize("trained", [(), FACTORS], ids=["weights", "factors"])
+def test_a_run_that_samples_beside_training_goes_on(start: Start, trained: tuple[str, ...]) -> None:
+    more = ("rollout.mode=async", "algorithm.correction.weight=token", "run.steps=8", *trained)
     run = start("train", *SETTINGS, *more, "rollout.deterministic=false")
     disturb(run, [("trainer_rank1", "train", 3, KILL), ("trainer_rank0", "sync", 5, KILL)])
     assert run.finish() == 0, run.tail()

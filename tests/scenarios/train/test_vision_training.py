@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoint_tools.cli import main
-from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig
+from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_glm4v import write_glm4v_model
@@ -146,6 +146,31 @@ def test_a_frozen_part_stays_bit_for_bit(folder: Path) -> None:
             assert changes["text"] > 0
             assert changes["tower"] == 0
             assert (changes["projector"] > 0) == (part == "projector")
+
+
+def train_factors(
+    rank: int, world_size: int, port: int, model: ModelConfig, folder: Path
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the changes of two steps, and how far a resumed actor is from this one."""
+    options: dict[str, Any] = {"lora": LoraConfig(rank=4), "router_aux_loss_coef": 0.0}
+    make = (rank, world_size, port, model, ParallelConfig())
+    actor = make_actor(*make, **options)
+    before = copy_weights(actor)
+    step(actor)
+    actor.save(folder / "saved", {})
+    actor.finish_save(60.0)
+    resumed = make_actor(*make, **options)
+    resumed.load(folder / "saved")
+    for each in (actor, resumed):
+        step(each)
+    return largest_changes(actor, before), largest_changes(resumed, copy_weights(actor))
+
+
+@pytest.mark.gloo
+def test_factors_train_the_text_beside_a_frozen_tower(folder: Path, tmp_path: Path) -> None:
+    [(changes, resumed)] = run_ranks(train_factors, 1, ModelConfig(path=str(folder)), tmp_path)
+    assert changes["text"] > 0 == changes["tower"] == changes["projector"]
+    assert max(resumed.values()) == 0
 
 
 @pytest.mark.gloo
