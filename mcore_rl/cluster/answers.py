@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
@@ -216,10 +216,10 @@ class Answers:
             rank = self._pending.pop(ref)
             try:
                 value = ray.get(ref)
-            except RayActorError as error:
-                self._died.append((rank, find_cause_of_death(str(error))))
-                continue
             except RayError as error:
+                if cause := find_death(error):
+                    self._died.append((rank, cause))
+                    continue
                 value = Raised(str(error).strip().splitlines()[-1], "")
             if isinstance(value, NotBuilt):
                 self._died.append((rank, "its process was started again"))
@@ -291,10 +291,20 @@ class StoppedRanks:
         ]
 
 
+_OUT_OF_MEMORY = "killed by Ray: the machine is out of memory"
+
+
+def find_death(error: RayError) -> str | None:
+    """Return why a rank's process died, in a few words; None if the error tells of no death."""
+    if isinstance(error, OutOfMemoryError):  # which is no RayActorError
+        return _OUT_OF_MEMORY
+    return find_cause_of_death(str(error)) if isinstance(error, RayActorError) else None
+
+
 def find_cause_of_death(report: str) -> str:
     """Return the cause that Ray's report on a dead actor gives, in a few words."""
     if "memory" in report and "node was running low" in report:
-        return "killed by Ray: the machine is out of memory"
+        return _OUT_OF_MEMORY
     if match := re.search(r"exit code (\d+)", report):
         return f"exit code {match.group(1)}"
     if "node has died" in report or "node died" in report:

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 from torch import Tensor
 
 from mcore_rl.batches.assembly import (
@@ -22,7 +22,7 @@ from mcore_rl.batches.assembly import (
     scatter_parts,
 )
 from mcore_rl.batches.kept_rows import ReadRequest
-from mcore_rl.cluster.answers import find_cause_of_death
+from mcore_rl.cluster.answers import find_death
 from mcore_rl.cluster.group import BULK
 from mcore_rl.cluster.rank_actor import NotBuilt, Raised
 from mcore_rl.data.images.batch import GroupRow, rows_with_images, with_images
@@ -160,8 +160,10 @@ def _answer(store: int, ref: Any, timeout_s: float) -> Any:
     name = f"sample store {store} (collector rank {store})"
     try:
         answer = ray.get(ref, timeout=timeout_s)
-    except RayActorError as error:
-        return SamplesLostError(f"{name} died ({find_cause_of_death(str(error))})", [store])
+    except RayError as error:
+        if (cause := find_death(error)) is None:
+            raise
+        return SamplesLostError(f"{name} died ({cause})", [store])
     if isinstance(answer, NotBuilt):
         return SamplesLostError(f"{name} died and is starting again", [store])
     if isinstance(answer, Raised):

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from mcore_rl.cluster.answers import (
     Rank,
@@ -12,6 +13,7 @@ from mcore_rl.cluster.answers import (
     _describe_death,
     _describe_exceptions,
     find_cause_of_death,
+    find_death,
     make_error,
 )
 from mcore_rl.cluster.rank_actor import Raised
@@ -37,6 +39,14 @@ RANK = Rank("trainer", 3, Path("/logs/trainer_rank3.log"))
 )
 def test_ray_reports_are_put_into_a_few_words(report: str, cause: str) -> None:
     assert find_cause_of_death(report) == cause
+
+
+def test_only_errors_that_tell_of_a_death_are_deaths() -> None:
+    """Ray tells by no error of an actor that it has killed one to free memory."""
+    killed = OutOfMemoryError("Memory on the node was 0.95.\nRefer to the documentation on how to")
+    assert find_death(killed) == "killed by Ray: the machine is out of memory"
+    assert find_death(RayActorError(error_msg="exit code 7.")) == "exit code 7"
+    assert find_death(RayTaskError("train", "Traceback", ValueError("no"))) is None
 
 
 def test_a_rank_is_named_with_its_place_once_that_is_known() -> None:
