@@ -12,7 +12,12 @@ from mcore_rl.algo.aggregation import AGGREGATIONS
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.preferences import PAIR_LOSSES
 from mcore_rl.algo.registry import Needs, Registry, advantages, losses
-from mcore_rl.checks.needs import check_samples, check_teacher_path
+from mcore_rl.checks.needs import (
+    check_no_teacher,
+    check_samples,
+    check_teacher_path,
+    find_unread_critic,
+)
 from mcore_rl.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -69,8 +74,7 @@ def _unread(algorithm: AlgorithmConfig, needs: Needs) -> Iterator[Unread]:
     yield from _unread_by(advantages, algorithm.advantage)
     yield from _unread_by(losses, algorithm.loss)
     if not needs.critic:
-        context = f"algorithm.advantage={algorithm.advantage}"
-        yield Unread(("critic",), context, "set algorithm.advantage=gae")
+        yield find_unread_critic(algorithm.advantage)
     if not needs.reference:
         remedy = "set algorithm.kl.coef above 0"
         yield Unread(("algorithm.kl.estimator",), "algorithm.kl.coef=0", remedy)
@@ -126,11 +130,8 @@ def check_teacher(
     name = f"algorithm.advantage={algorithm.advantage}"
     if needs.teacher:
         check_teacher_path(algorithm.advantage, teacher)
-    if teacher.is_used and not needs.teacher:
-        raise ValueError(
-            f"teacher.path={teacher.path} with {name}: nothing asks the teacher;"
-            " set algorithm.advantage=distillation"
-        )
+    else:
+        check_no_teacher(algorithm.advantage, teacher)
     if needs.teacher and rollout.temperature != 1:
         raise ValueError(
             f"{name} with rollout.temperature={rollout.temperature}: a teacher's log-probs are"

@@ -155,7 +155,7 @@ def list_input_checks(config: Config, command: str, place: RunPlace = HERE) -> I
     if command in ("train", "dpo"):
         yield partial(check_algorithm_names, config.algorithm, place)
     if command == "train" and not config.algorithm.path:
-        yield partial(check_needs, config.algorithm, config.rollout, config.teacher)
+        yield partial(check_needs, config)
     yield partial(_check_policy, config, command, place)
     if command == "train":
         yield partial(_check_model, "critic.path", config.critic.path, place, has_weights=False)

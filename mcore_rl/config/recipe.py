@@ -142,6 +142,11 @@ def make_config(tree: DictConfig) -> Config:
     for key in tree:
         if key not in Config.__dataclass_fields__:
             raise ValueError(f"unknown key {key!r}.{_nearest(str(key), leaves())}")
+    if not Config.__dataclass_fields__.keys() <= tree.keys():
+        raise ValueError(
+            "its list of defaults has neither schema nor another recipe: begin the file with"
+            " `defaults: [schema, _self_]`, or with the recipe that it changes (docs/recipes.md)"
+        )
     for name in mappings_under(Config):
         options = OmegaConf.select(tree, name)
         if options is not None:
@@ -194,7 +199,11 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
     root = next((e for e in chain if getattr(e, "full_key", None)), error)
     key = getattr(root, "full_key", None)
     first_line = str(root).strip().splitlines()[0]
+    if found := _NO_GROUP.search(str(root)):
+        return _explain_no_group(found["value"], found["kind"])
     if isinstance(root, OverrideParseException):
+        if root.override not in first_line:
+            first_line = f"{root.override}: {first_line}"
         first_line += (
             "; overrides have the form key=value, texts in lists and mappings may be quoted, as in"
             " \"key=['a,b','c']\""
@@ -208,12 +217,8 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
         names = [override.partition("=")[0].lstrip("+~") for override in overrides]
         under = (name for name in names if name.startswith(f"{key}.") and find_option(name))
         name = next(under, key)
-        own = next((leaf for leaf in leaves() if leaf.startswith(f"{name}.")), "")
-        if own:
-            return (
-                f"{name} is a group of options, and gets none: indent its options below {name}: in"
-                f" a file, or give one, as {own}=<value>"
-            )
+        if any(leaf.startswith(f"{name}.") for leaf in leaves()):
+            return _explain_group(name, "none")
         return f"unknown key {name!r}.{_nearest(name, leaves())}"
     if found := _DELETED.match(first_line):
         return f"~{found[1]}: the recipe has no such key.{_nearest(found[1], leaves())}"
@@ -223,6 +228,21 @@ def _explain(error: BaseException, overrides: Sequence[str]) -> str:
         first_line += f" {group}=<name> replaces a choice of the recipe, which makes none; set"
         first_line += f" single options, as {own}=<value>, or add +{group}=<name>"
     return f"{key}: {first_line}" if key else first_line
+
+
+def _explain_no_group(value: str, class_name: str) -> str:
+    """Return that a group of options, which only its class names, has a value in a file."""
+    groups = {field.type: name for name, field in Config.__dataclass_fields__.items()}
+    names = {getattr(kind, "__name__", ""): name for kind, name in groups.items()}
+    return _explain_group(names.get(class_name, class_name), f"the value {value}")
+
+
+def _explain_group(name: str, given: str) -> str:
+    own = next((leaf for leaf in leaves() if leaf.startswith(f"{name}.")), f"{name}.<option>")
+    return (
+        f"{name} is a group of options, and gets {given}: indent its options below {name}: in a"
+        f" file, or give one, as {own}=<value>"
+    )
 
 
 _MISSING = re.compile(r"(?:In '.*?': )?Could not (?:find|load) '(?P<name>[^']+)'")
@@ -248,6 +268,7 @@ def _explain_missing(error: BaseException, folders: Sequence[Path]) -> str:
     return text
 
 
+_NO_GROUP = re.compile(r"Merge error: .* is not a subclass of (?P<kind>\w+)\. value: (?P<value>.*)")
 _NO_NUMBER = re.compile(r"could not be converted to (Integer|Float)")
 _DELETED = re.compile(r"Could not delete from config. '([^']+)' does not exist")
 _CHOICE = re.compile(r"Could not override '(\w+)'")

@@ -23,8 +23,10 @@ TASKS = (
 
 
 def describe_making(path: str | Path) -> str:
-    """Return "; ..." with the command that makes a path that is not here, if it is a task's."""
+    """Return "; ..." with the command that makes a path that is not here, if a command does."""
     parts = Path(path).parts
+    if parts[-2:-1] == ("pairs",):
+        return "; `mcore-rl pairs` makes it"
     task = next((b for a, b in pairwise(parts[:-1]) if a == "data" and b in TASKS), None)
     return f"; `mcore-rl data {task}` makes it" if task else ""
 

@@ -61,7 +61,6 @@ def test_a_run_whose_inputs_are_there_is_not_refused(given: list[str]) -> None:
         ("model.init=hf", r"^model.path=.* holds config.json alone: set model.path to the folder"),
         ("model.path=/no/model", "^model.path=/no/model: /no/model/config.json does not exist"),
         ("model.path=data/code/model", "`mcore-rl data code` makes it$"),
-        ("critic.path=/no/critic", "^critic.path=/no/critic: /no/critic/config.json does not"),
         ("data.train=[]", "^data.train is not set"),
         ("data.train=no.jsonl", "^data.train: data file no.jsonl does not exist"),
         ("data.train=data/zoom/x.parquet", "does not exist; `mcore-rl data zoom` makes it$"),
@@ -86,6 +85,12 @@ def test_an_input_that_is_not_there_is_named(given: list[str], override: str, me
     with pytest.raises(ValueError, match=message):
         check([*given, override])
     assert len(find([*given, override])) == 1
+
+
+def test_a_critic_that_is_not_there_is_named(given: list[str]) -> None:
+    critic = ["algorithm.advantage=gae", "critic.path=/no/critic"]
+    with pytest.raises(ValueError, match=r"^critic.path=/no/critic: /no/critic/config.json does"):
+        check([*given, *critic])
 
 
 @pytest.mark.parametrize(
