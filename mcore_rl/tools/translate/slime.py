@@ -79,6 +79,7 @@ OF_SLIME: Mapping[str, str] = {
     **_map(ITS_CHECKPOINTS, "no-save-", "no-load-", "async-save", "save-hf", "finetune"),
     **_map("read with --advantage-estimator ppo only", "value-clip", "num-critic-only-steps"),
     **_map("read with --advantage-estimator ppo only", "lambd"),
+    **_map("read with --advantage-estimator ppo and reinforce_plus_plus only", "gamma"),
     **_map("read with --use-tis only", "tis-"),
     **_map("read with --use-opsm only", "opsm-delta"),
     **_map("read with --use-opd only", "opd-"),

@@ -430,9 +430,10 @@ def _other_goals(options: ForeignOptions) -> Found:
 
 def translate_critic(options: ForeignOptions) -> Found:
     """Yield the critic of --advantage-estimator ppo; without one, its options are unread."""
-    gamma = options.take("--gamma", 1.0)
-    if gamma != 1:
-        yield RecipeLine("algorithm.gamma", gamma, ("--gamma",))
+    if options.take("--advantage-estimator", "grpo") in ("ppo", "reinforce_plus_plus"):
+        gamma = options.take("--gamma", 1.0)
+        if gamma != 1:
+            yield RecipeLine("algorithm.gamma", gamma, ("--gamma",))
     if not has_critic(options):
         return
     lam = options.take("--lambd", 1.0)

@@ -195,6 +195,7 @@ UNNEEDED: Mapping[str, str] = {
     "algorithm.filter_groups": "groups of equal rewards are passed over",
     "algorithm.pf_ppo": "read with use_pf_ppo only",
     "algorithm.lam": "read with adv_estimator=gae only",
+    "algorithm.gamma": "read with adv_estimator=gae and reinforce_plus_plus only",
     "algorithm._target_": "classes are not chosen by name",
     "distillation": "read with distillation.enabled; the teacher's engines are set by teacher.*",
     "global_profiler": "profile.*",

@@ -75,9 +75,10 @@ def translate_advantage(options: ForeignOptions) -> Found:
         yield RecipeLine("algorithm.advantage", "dr_grpo", sources)
     else:
         yield RecipeLine("algorithm.advantage", ours, ("algorithm.adv_estimator",))
-    gamma = options.take("algorithm.gamma", 1.0)
-    if gamma != 1:
-        yield RecipeLine("algorithm.gamma", gamma, ("algorithm.gamma",))
+    if ours in ("gae", "reinforce_plus_plus"):
+        gamma = options.take("algorithm.gamma", 1.0)
+        if gamma != 1:
+            yield RecipeLine("algorithm.gamma", gamma, ("algorithm.gamma",))
     if name == "gae":
         lam = options.take("algorithm.lam", 1.0)
         yield RecipeLine("algorithm.gae_lambda", lam, ("algorithm.lam",))
@@ -98,6 +99,10 @@ def translate_advantage(options: ForeignOptions) -> Found:
             yield RecipeLine("rollout.oversampling", drawn / prompts, ("data.gen_batch_size",))
 
 
+WITHOUT_CLIP = ("policy_gradient", "sapo", "dro", "kl_cov")
+"""Losses of a recipe that read no clip ratios."""
+
+
 def translate_loss(options: ForeignOptions) -> Found:
     mode = options.take(f"{ACTOR}.policy_loss.loss_mode", "vanilla")
     loss = LOSSES.get(mode)
@@ -106,7 +111,7 @@ def translate_loss(options: ForeignOptions) -> Found:
         yield Decision(f"{ACTOR}.policy_loss.loss_mode", mode, advice)
     else:
         yield RecipeLine("algorithm.loss", loss, (f"{ACTOR}.policy_loss.loss_mode",))
-    for side in ("low", "high") if loss != "policy_gradient" else ():
+    for side in ("low", "high") if loss not in WITHOUT_CLIP else ():
         theirs = f"{ACTOR}.clip_ratio_{side}"
         yield RecipeLine(f"algorithm.clip_{side}", options.take(theirs, 0.2), (theirs,))
     if loss == "ppo_clip":

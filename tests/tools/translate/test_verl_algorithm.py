@@ -49,6 +49,19 @@ def test_advantages(given: dict[str, Any], advantage: str | None) -> None:
     assert ("algorithm.adv_estimator" in decided(translation)) == (advantage is None)
 
 
+@pytest.mark.parametrize("mode", LOSSES)
+def test_a_loss_gets_no_option_that_it_does_not_read(mode: str) -> None:
+    found = of(**{f"{A}__policy_loss__loss_mode": mode})
+    assert found["algorithm.loss"] == LOSSES[mode]
+    assert not losses.unread_by(LOSSES[mode]).keys() & found.keys()
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_advantage_gets_no_option_that_it_does_not_read(name: str) -> None:
+    found = of(algorithm__adv_estimator=name, algorithm__gamma=0.9, algorithm__lam=0.9)
+    assert not advantages.unread_by(found["algorithm.advantage"]).keys() & found.keys()
+
+
 def test_losses_have_verls_clips() -> None:
     found = of()
     clips = [found[f"algorithm.{name}"] for name in ("clip_low", "clip_high", "dual_clip")]
