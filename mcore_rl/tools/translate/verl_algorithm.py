@@ -2,7 +2,13 @@
 
 import math
 
-from mcore_rl.tools.translate.translation import Decision, ForeignOptions, Found, RecipeLine
+from mcore_rl.tools.translate.translation import (
+    Decision,
+    ForeignOptions,
+    Found,
+    RecipeLine,
+    translate_renamed,
+)
 from mcore_rl.tools.translate.verl_shared import (
     ACTOR,
     is_fully_async,
@@ -67,7 +73,10 @@ REJECTIONS = {
 def translate_advantage(options: ForeignOptions) -> Found:
     name = take_shared(options, "algorithm.adv_estimator")
     ours = ADVANTAGES.get(name)
-    if ours is None:
+    if find_teacher(options) is not None:
+        ours = "distillation"
+        yield RecipeLine("algorithm.advantage", ours, (DISTILLED, "algorithm.adv_estimator"))
+    elif ours is None:
         advice = "algorithm.advantage has no such one: register your own (docs/algorithms.md)"
         yield Decision("algorithm.adv_estimator", name, advice)
     elif ours == "grpo" and not options.take("algorithm.norm_adv_by_std_in_grpo", True):
@@ -79,7 +88,7 @@ def translate_advantage(options: ForeignOptions) -> Found:
         gamma = options.take("algorithm.gamma", 1.0)
         if gamma != 1:
             yield RecipeLine("algorithm.gamma", gamma, ("algorithm.gamma",))
-    if name == "gae":
+    if ours == "gae":
         lam = options.take("algorithm.lam", 1.0)
         yield RecipeLine("algorithm.gae_lambda", lam, ("algorithm.lam",))
         yield RecipeLine("critic.gae_lambda", lam, ("algorithm.lam",))
@@ -165,28 +174,48 @@ def _aggregation(options: ForeignOptions) -> Found:
             yield Decision(source, scale, f"{advice} over {scale} from verl's")
 
 
+DISTILLED = "distillation.enabled"
+TEACHERS = "distillation.teacher_models."
+
+
+def find_teacher(options: ForeignOptions) -> str | None:
+    """Return the option that names the teacher; None without one, or with several."""
+    if not options.take(DISTILLED, False):
+        return None
+    models = [name for name in options.given if name.startswith(TEACHERS)]
+    paths = [name for name in models if name.endswith(".model_path")]
+    paths = [name for name in paths if options.take(name, None) is not None]
+    return paths[0] if len(paths) == 1 else None
+
+
 def translate_distillation(options: ForeignOptions) -> Found:
-    """Yield that a teacher's log-probs are the signal; nothing without a teacher."""
-    if not options.take("distillation.enabled", False):
+    """Yield whose log-probs are the signal; nothing without a teacher."""
+    if not options.take(DISTILLED, False):
         return
+    teacher = find_teacher(options)
+    if teacher is None:
+        paths = [value for name, value in options.below(TEACHERS).items() if "model_path" in name]
+        advice = "one teacher is asked: set algorithm.advantage=distillation and teacher.path"
+        yield Decision(DISTILLED, paths or True, f"{advice} (docs/algorithms.md)")
+        return
+    yield RecipeLine("teacher.path", options.take(teacher, ""), (teacher, DISTILLED))
+    size = f"{teacher.removesuffix('model_path')}inference.tensor_model_parallel_size"
+    yield from translate_renamed(options, {size: ("teacher.tp", None)})
     group = "distillation.distillation_loss"
     if options.take(f"{group}.use_task_rewards", True):
         coef = options.take(f"{group}.distillation_loss_coef", 1.0)
         sources = (f"{group}.use_task_rewards", f"{group}.distillation_loss_coef")
         yield RecipeLine("algorithm.reward_coef", 1 / coef if coef else 1.0, sources)
-    models = [name for name in options.given if name.startswith("distillation.teacher_models.")]
-    paths = [options.take(name, None) for name in models if name.endswith(".model_path")]
-    advice = "set algorithm.advantage=distillation, algorithm.loss=policy_gradient and"
-    advice += " teacher.path, of one teacher (docs/algorithms.md)"
-    yield Decision(
-        "distillation.enabled", [path for path in paths if path is not None] or True, advice
-    )
     kind = options.take(f"{group}.loss_mode", "k3")
     if kind != "k1" or not options.take(f"{group}.use_policy_gradient", False):
         advice = (
             "the teacher's signal is an advantage: its log-prob of each token less the policy's"
         )
         yield Decision(f"{group}.loss_mode", kind, advice)
+    bounds = (f"{group}.loss_max_clamp", f"{group}.log_prob_min_clamp")
+    for name in bounds:
+        if options.take(name, None) is not None:
+            yield Decision(name, options.given[name], "the teacher's signal has no bounds here")
 
 
 def translate_kl(options: ForeignOptions) -> Found:

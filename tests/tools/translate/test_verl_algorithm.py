@@ -184,13 +184,29 @@ def test_a_critic_may_have_low_rank_factors() -> None:
     assert "critic.model.exclude_modules" in decided(translation)
 
 
-def test_a_teacher_is_named_by_the_user() -> None:
-    teacher = "distillation__teacher_models__teacher_model__model_path"
-    given: dict[str, Any] = {"distillation__enabled": True, teacher: "org/teacher"}
+def test_one_teacher_is_the_recipes_own() -> None:
+    model = "distillation__teacher_models__teacher_model__"
+    given: dict[str, Any] = {
+        "distillation__enabled": True,
+        "algorithm__adv_estimator": "grpo",
+        "actor_rollout_ref__rollout__n": 1,
+        f"{model}model_path": "org/teacher",
+        f"{model}inference__tensor_model_parallel_size": 2,
+    }
     coef = {"distillation__distillation_loss__distillation_loss_coef": 4.0}
     translation = translate(**given, **coef)
-    assert values(translation)["algorithm.reward_coef"] == 0.25
-    [named] = [d.value for d in translation.decisions if d.source == "distillation.enabled"]
-    assert named == ["org/teacher"]
+    found = values(translation)
+    assert found["algorithm.advantage"] == "distillation" and found["algorithm.reward_coef"] == 0.25
+    assert (found["teacher.path"], found["teacher.tp"]) == ("org/teacher", 2)
     assert "distillation.distillation_loss.loss_mode" in decided(translation)
-    assert "algorithm.reward_coef" not in of(**{teacher: "org/teacher"})
+    assert translation.explain_refusal() is None
+    without = of(**{f"{model}model_path": "org/teacher"})
+    assert "teacher.path" not in without and "algorithm.reward_coef" not in without
+
+
+def test_several_teachers_are_left_to_the_user() -> None:
+    names = [f"distillation__teacher_models__{name}__model_path" for name in ("math", "code")]
+    translation = translate(distillation__enabled=True, **dict.fromkeys(names, "org/teacher"))
+    [named] = [d.value for d in translation.decisions if d.source == "distillation.enabled"]
+    assert named == ["org/teacher", "org/teacher"]
+    assert not {"teacher.path", "algorithm.reward_coef"} & values(translation).keys()
