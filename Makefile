@@ -115,7 +115,7 @@ console-picture: venv ## docs/console.svg: what a terminal shows in the quicksta
 	rm -rf runs/console
 	$(BIN)/mcore-rl data arithmetic --out data/arithmetic
 	$(BIN)/mcore-rl sft recipe=tiny_moe_grpo model.init=random run.seed=$(SEED) run.dir=runs/console/warm_start
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.support.console_picture "step 41: rollout" docs/console.svg \
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m tests.support.console_picture "   41  0." docs/console.svg \
 	  mcore-rl train recipe=tiny_moe_grpo model.path=runs/console/warm_start/hf run.seed=$(SEED) run.dir=runs/console/run
 
 view-picture: venv ## docs/view.png, docs/view_curves.png: the page of a run, RUN=runs/quickstart_seed0, in Chromium

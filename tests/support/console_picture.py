@@ -1,6 +1,6 @@
 """Draws what a terminal shows while a command runs: `make console-picture`.
 
-python -m tests.support.console_picture "step 41: rollout" docs/console.svg mcore-rl train ...
+python -m tests.support.console_picture "   41  0." docs/console.svg mcore-rl train ...
 
 command --> pseudo-terminal --> Screen --> SVG, once the screen has these words; then Ctrl-C
 """
