@@ -14,10 +14,12 @@ from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import LANGUAGE, family_of
 from mcore_rl.weights.models.settings import read_rope
-from tests.support.tiny_models import MODELS, SIZES
+from tests.support.tiny_models import MODELS, SAVED_ELSEWHERE, SIZES
 
 OWN = ("architectures", "model_type", "num_nextn_predict_layers")
 """Keys that name the model, and one of layers that transformers does not load either."""
+UNREAD = ("first_k_dense_replace",)
+"""Keys that SGLang needs, and that transformers reads of some families in no way."""
 DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
 YARN = {
     "rope_type": "yarn",
@@ -47,8 +49,11 @@ def whole_config(kind: str) -> dict[str, Any]:
     name, settings = MODELS[kind]
     given = {**SIZES, **settings, "num_attention_heads": 2}
     config = getattr(transformers, name)(**given)
-    name = name.replace("Config", "ForCausalLM")
-    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [name]}
+    name = name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    elsewhere = SAVED_ELSEWHERE.get(kind, {})
+    unread = {key: value for key, value in elsewhere.items() if key in UNREAD}
+    whole = json.loads(config.to_json_string(use_diff=False))
+    return {**unread, **whole, "architectures": [name]}
 
 
 def read(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -151,17 +156,15 @@ def test_rotary_settings_by_kind_of_layer_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", LANGUAGE, ids=lambda family: family.architecture)
 def test_keys_with_defaults_of_a_family_are_required(tmp_path: Path, family: Any) -> None:
-    # `whole_config` names classes after those of configs, such as Qwen3_5TextConfig.
-    names = {kind: whole_config(kind)["architectures"] for kind in MODELS}
-    kinds = {json.dumps(name).replace("TextFor", "For"): kind for kind, name in names.items()}
-    kind = kinds.get(json.dumps([family.architecture]))
+    kinds = {whole_config(kind)["architectures"][0]: kind for kind in MODELS}
+    kind = kinds.get(family.architecture)
     if kind is None:
         # Its text_config is that of another family.
         assert family.architecture.endswith("ForConditionalGeneration")
         assert family.explicit
         return
     for key in family.explicit:
-        config = {**whole_config(kind), "architectures": [family.architecture]}
+        config = whole_config(kind)
         del config[key]
         name = family.architecture
         lacks = f"config.json (lacks '{key}', for which {name}|of {name} lacks '{key}')"

@@ -17,6 +17,10 @@ ELEMENTS = {
     *(f"data.sources[].{name}" for name in ("path", "weight")),
     *(f"data.curriculum.stages[].{name}" for name in ("after", "least", "most")),
     *(f"eval.sets[].{name}" for name in ("name", "path")),
+    *(
+        f"train.lora.adapters[].{name}"
+        for name in ("name", "data", "eval", "rank", "alpha", "path")
+    ),
 }
 
 COMPLETED = {"model.path", "data.sources", "data.curriculum.stages", "eval.sets"}

@@ -75,7 +75,7 @@ def read_sizes(config: HfConfig, *, shared: bool = False) -> dict[str, int]:
     keys = key_heads * need(config, "linear_key_head_dim")
     values = heads * need(config, "linear_value_head_dim")
     sizes = {
-        **read_base_sizes({"intermediate_size": 0, **config}),
+        **read_base_sizes({**config, "intermediate_size": 0} if shared else config),
         **attention,
         "heads": need(config, "num_attention_heads"),
         "gated_q": 2 * attention["q"],
@@ -101,9 +101,8 @@ def read_sizes(config: HfConfig, *, shared: bool = False) -> dict[str, int]:
 
 def make_options(config: HfConfig) -> dict[str, Any]:
     """Return the arguments of TransformerConfig that have to do with attention and norms."""
-    base = make_base_options({"intermediate_size": config.get("moe_intermediate_size"), **config})
     return {
-        **base,
+        **make_base_options(config),
         **make_grouped_query_options(read_grouped_query_sizes(config, qk_norm="head")),
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
@@ -120,7 +119,8 @@ def make_options(config: HfConfig) -> dict[str, Any]:
 def make_moe_options(config: HfConfig) -> dict[str, Any]:
     sizes = read_sizes(config, shared=True)
     return {
-        **make_options(config),
+        # No layer is dense: whatever size a config.json names for one, or does not.
+        **make_options({**config, "intermediate_size": sizes["expert_ffn"]}),
         **make_expert_options(config, sizes),
         "moe_router_pre_softmax": not config.get("norm_topk_prob", True),
         "moe_shared_expert_intermediate_size": sizes["shared_ffn"],

@@ -256,10 +256,11 @@ def is_after_dense_layers(config: HfConfig, layer: int) -> bool:
 def find_mlp_types_refusal(config: HfConfig) -> str:
     """Return why `mlp_layer_types` is not what `first_k_dense_replace` says, or "" if it is.
 
-    transformers reads the list, SGLang and the tables the number.
+    transformers reads the list, SGLang and the tables the number. A file without the number is
+    refused as one that lacks it.
     """
     types = config.get("mlp_layer_types")
-    if types is None:
+    if types is None or config.get("first_k_dense_replace") is None:
         return ""
     num_layers = need(config, "num_hidden_layers")
     wanted = ["sparse" if is_after_dense_layers(config, i) else "dense" for i in range(num_layers)]

@@ -104,6 +104,7 @@ def test_a_rotary_share_that_sglang_does_not_read_is_refused(tmp_path: Path, kin
     config = json.loads((PUBLISHED / "config.json").read_text())
     config["architectures"] = [f"Qwen3_5{kind}"]
     text = config["text_config"]
+    text["intermediate_size"] = text["moe_intermediate_size"]
     text["rope_parameters"] |= {"partial_rotary_factor": 0.5, "mrope_section": [22, 21, 21]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = r"partial_rotary_factor = 0.5 .* takes 0.25: write it there, too"
