@@ -208,7 +208,9 @@ def run(program: str, test: Any, result_fd: int) -> None:
 
 def _show_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Show an error without the driver's own two frames."""
-    sys.__excepthook__(kind, error, trace.tb_next.tb_next)
+    shown = trace.tb_next.tb_next
+    # From Python 3.13 on, the traceback of the error itself is shown.
+    sys.__excepthook__(kind, error.with_traceback(shown), shown)
 
 
 def _end() -> NoReturn:
