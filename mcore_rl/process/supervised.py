@@ -62,6 +62,9 @@ class SupervisedServer:
     def __init__(self, spec: SupervisedSpec) -> None:
         """Start the server in a thread. Raises ValueError if the log cannot be written."""
         self.spec = spec
+        # Taken here: a new process that reads the variables of this one while another thread sets
+        # some may find no memory where they were, and is not started (EFAULT).
+        self._environment = dict(os.environ)
         self.num_restarts = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._was_healthy = threading.Event()
@@ -172,6 +175,7 @@ class SupervisedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                env=self._environment,
                 pass_fds=() if descriptor is None else (descriptor,),
                 start_new_session=True,  # Ctrl-C is for the run, which ends its servers in order
             )

@@ -56,8 +56,13 @@ def wait_until(is_so: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_server_is_started_again_at_its_address(begin: Begin) -> None:
+def test_a_killed_server_is_started_again_at_its_address(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its variables stay those of the moment when it was made: threads may set others since."""
+    monkeypatch.setenv("MADE_WITH", "this")
     server = begin()
+    monkeypatch.setenv("MADE_WITH", "another")
     server.wait_healthy(WAIT_S)
     for count in (1, 2):
         killed = server.pid
@@ -66,6 +71,7 @@ def test_a_killed_server_is_started_again_at_its_address(begin: Begin) -> None:
         wait_until(lambda count=count: server.num_restarts == count, "restart")
         wait_until(server.is_healthy, "answer")
         assert server.pid != killed
+        assert psutil.Process(server.pid).environ()["MADE_WITH"] == "this"
 
 
 SILENT = SERVER.replace(

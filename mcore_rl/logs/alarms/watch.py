@@ -42,6 +42,7 @@ class AlarmDelivery:
         remember_secret(webhook)
         self._webhook = webhook
         self._command = list(command)
+        self._environment = dict(os.environ)  # here: another thread may set variables later
         self._timeout_s = timeout_s
         self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
@@ -90,6 +91,7 @@ class AlarmDelivery:
                 stdin=subprocess.PIPE,
                 stdout=quiet,
                 stderr=quiet,
+                env=self._environment,
                 start_new_session=True,
             ) as process:
                 self._wait(process, body)
