@@ -11,7 +11,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
-from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.cluster.adapter_slots import list_served_names, make_adapter_slots
 from mcore_rl.cluster.run import engine_spec
 from mcore_rl.config import Config, RolloutConfig
@@ -34,17 +33,11 @@ from mcore_rl.run.episodes import (
     node_servers_spec,
     stand_in_urls,
 )
-from mcore_rl.run.inputs import (
-    check_engines_load,
-    check_rollout,
-    list_prompt_options,
-    open_policy,
-)
+from mcore_rl.run.inputs import check_sampling, list_prompt_options, open_policy
 from mcore_rl.run.prompts import PromptReader
 from mcore_rl.run.roles.generator import make_sampling
 from mcore_rl.types import EpisodeRecord, Prompt, Sample, TurnRecord
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.lora.recipe_checks import check_sampled_adapter
 from mcore_rl.workers.episodes import EpisodeSampler, EpisodeSpec
 from mcore_rl.workers.node_servers import NodeServers, NodeServersSpec
 
@@ -60,10 +53,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
     """
     needed = list_prompt_options(config.data)
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
-    check_no_trainer(config.rollout)
-    check_engines_load(policy)
-    check_rollout(config, policy)
-    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    check_sampling(config, policy)
     check_search(config.search, config.cluster)
     place = config.rollout.max_response_len, config.run.dir
     served = list_served_names(config.train.lora, has_trainer=False)

@@ -11,7 +11,6 @@ from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import make_policy_loss, sft_loss
 from mcore_rl.algo.preferences import needs_reference
 from mcore_rl.checks.algorithm import find_unread_in_preference
-from mcore_rl.checks.inputs import check_no_trainer
 from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.cluster.run import RunProcesses, run_processes
 from mcore_rl.config import AlgorithmConfig, Config
@@ -43,8 +42,7 @@ from mcore_rl.run.engine_requests import serve_engine_requests
 from mcore_rl.run.hub_upload import upload_export
 from mcore_rl.run.images import sft_images
 from mcore_rl.run.inputs import (
-    check_engines_load,
-    check_rollout,
+    check_sampling,
     list_prompt_options,
     open_policy,
     read_train_inputs,
@@ -89,7 +87,6 @@ from mcore_rl.weights.lora.recipe_checks import (
     check_factors,
     check_resumed,
     check_resumed_critic,
-    check_sampled_adapter,
     refuse_several,
 )
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -241,10 +238,7 @@ def run_pairs(config: Config) -> None:
     """
     needed = list_prompt_options(config.data)
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
-    check_no_trainer(config.rollout)
-    check_engines_load(policy)
-    check_rollout(config, policy)
-    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    check_sampling(config, policy)
     adapters = list_served_names(config.train.lora, has_trainer=False)
     collector = collector_spec(config, policy, tokenizer, adapters)
     reader = PromptReader.make(config, tokenizer)
@@ -277,10 +271,7 @@ def run_eval(config: Config) -> None:
     """Run `mcore-rl eval`: evaluate model.path without a trainer; write <run.dir>/eval."""
     needed = {} if config.eval.sets else {"eval.data": config.eval.data}
     policy, tokenizer = open_policy(config.model, config.algorithm, config.run.dir, needed)
-    check_no_trainer(config.rollout)
-    check_engines_load(policy)
-    check_rollout(config, policy)
-    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    check_sampling(config, policy)
     adapters = list_served_names(config.train.lora, has_trainer=False)
     collector = collector_spec(config, policy, tokenizer, adapters)
     held_out = PromptReader.make(config, tokenizer).load_held_out()

@@ -11,7 +11,7 @@ from mcore_rl.algo.estimator import Advantages
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.algo.policy_loss import TokenLoss, make_policy_loss
 from mcore_rl.checks.algorithm import check_algorithm, check_names
-from mcore_rl.checks.inputs import check_run_dir, list_adapter_data
+from mcore_rl.checks.inputs import check_no_trainer, check_run_dir, list_adapter_data
 from mcore_rl.checks.sizes import check_engines, check_sizes
 from mcore_rl.cluster.adapter_slots import list_served_names
 from mcore_rl.config import (
@@ -39,7 +39,11 @@ from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
 from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
 from mcore_rl.weights.hf.folder import find_other_format
-from mcore_rl.weights.lora.recipe_checks import check_critic_factors, check_factors
+from mcore_rl.weights.lora.recipe_checks import (
+    check_critic_factors,
+    check_factors,
+    check_sampled_adapter,
+)
 from mcore_rl.weights.models.recipe_checks import check_routing
 from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.workers.collector_worker import CollectorSpec
@@ -149,6 +153,14 @@ def check_rollout(config: Config, policy: ModelFacts) -> None:
     """Raise ValueError naming an option of engines with which they cannot serve the model."""
     dtype = config.model.dtype
     check_engines(policy, dtype, config.rollout, config.drift, config.data, config.eval)
+
+
+def check_sampling(config: Config, policy: ModelFacts) -> None:
+    """Raise ValueError unless engines without a trainer can sample from the model in model.path."""
+    check_no_trainer(config.rollout)
+    check_engines_load(policy)
+    check_rollout(config, policy)
+    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
 
 
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:

@@ -12,7 +12,6 @@ from mcore_rl.config import (
     Config,
     DataConfig,
     EvalConfig,
-    EvalSetConfig,
     ModelConfig,
     RewardConfig,
     ServedModelConfig,
@@ -96,7 +95,7 @@ class PromptReader:
 
     def _open_turns(self) -> TrainPrompts:
         """Return the prompts of adapters that take turns, loaded whole."""
-        by_adapter = {name: self.load(files) for name, files in map(_name_data, self.adapters)}
+        by_adapter = {own.name: self.load(own.data) for own in self.adapters}
         streams = {
             name: ShuffledStream(prompts, self.seed, self.data.shuffle)
             for name, prompts in by_adapter.items()
@@ -127,9 +126,10 @@ class PromptReader:
         """
         held_out: list[Prompt] = []
         adapters = {own.name for own in self.adapters}
-        named = [*map(_name_files, self.evaluation.sets)]
-        named += map(_name_held_out, self.adapters)
-        for name, files in [("", self.evaluation.data), *named]:
+        named = [("", self.evaluation.data)]
+        named += [(held_out_set.name, [held_out_set.path]) for held_out_set in self.evaluation.sets]
+        named += [(own.name, own.eval) for own in self.adapters]
+        for name, files in named:
             num_before = len(held_out)
             own = {"set_name": name, "adapter": name if name in adapters else ""}
             held_out += [
@@ -165,15 +165,3 @@ class PromptReader:
             )
         are_right = Correctness.from_config(self.evaluation, self.reward).are_correct
         return open_prompts(self.data, self.seed, make_tokenizer, are_right)
-
-
-def _name_data(adapter: AdapterConfig) -> tuple[str, list[str]]:
-    return adapter.name, adapter.data
-
-
-def _name_held_out(adapter: AdapterConfig) -> tuple[str, list[str]]:
-    return adapter.name, adapter.eval
-
-
-def _name_files(held_out: EvalSetConfig) -> tuple[str, list[str]]:
-    return held_out.name, [held_out.path]
