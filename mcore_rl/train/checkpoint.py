@@ -248,9 +248,9 @@ class Checkpointer:
         sharded = _make_sharded_state(state, is_loading=True)
         if same_layout:
             sharded["rng"] = _rng_object()
-        has_optimizer = any(name.partition(".")[0] == "optimizer" for name in common)
+        has_optimizer = any(map(_is_optimizer, common))
         if not has_optimizer:
-            sharded = {name: own for name, own in sharded.items() if name != "optimizer"}
+            sharded = {name: own for name, own in sharded.items() if not _is_optimizer(name)}
         loaded = dist_checkpointing.load(sharded, str(folder))
         for learner in state.turns.visit():
             _load_learner(learner, loaded, state, has_optimizer=has_optimizer)
@@ -320,6 +320,11 @@ def _name_chunks(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.
     if len(chunks) == 1:
         return [("model", chunks[0])]
     return [(f"model{i}", chunk) for i, chunk in enumerate(chunks)]
+
+
+def _is_optimizer(name: str) -> bool:
+    """Return whether `_name_entry` gave an optimizer's state this name."""
+    return name.partition(".")[0] == "optimizer"
 
 
 def _name_entry(name: str, learner: Learner) -> str:

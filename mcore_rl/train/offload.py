@@ -84,15 +84,13 @@ class DeviceMemory:
 
         Call it while everything is held.
         """
-        learners = list(self._turns.visit())
-        chunks = [chunk for learner in learners for chunk in learner.chunks]
-        weights = _storages(
-            tensor for learner in self._turns.visit() for tensor in _weights(learner.chunks)
-        )
-        gradients = _storages(_gradients(chunks), has_values=False)
-        state = _storages(
-            tensor for learner in learners for tensor in list_optimizer_tensors(learner.optimizer)
-        )
+        of_weights, of_gradients, of_state = [], [], []
+        for learner in self._turns.visit():
+            of_weights += _weights(learner.chunks)
+            of_gradients += _gradients(learner.chunks)
+            of_state += list_optimizer_tensors(learner.optimizer)
+        weights, state = _storages(of_weights), _storages(of_state)
+        gradients = _storages(of_gradients, has_values=False)
         known = {memory.key for memory in [*weights, *gradients]}
         training = [*gradients, *(memory for memory in state if memory.key not in known)]
         self._parts = {WEIGHTS: weights, TRAINING: training}

@@ -41,12 +41,8 @@ class PackedPart:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the part's place to what the model directory gives it, bit for bit."""
         view_NK = self.place.view(tensors)
-        parts = (part.to(view_NK.device, non_blocking=True) for part in self._both)
-        view_NK.copy_(dequantize_groups(*parts))
-
-    @property
-    def _both(self) -> tuple[Tensor, Tensor]:
-        return self.packed_NW, self.scales_NG
+        kept = self.packed_NW, self.scales_NG
+        view_NK.copy_(dequantize_groups(*(p.to(view_NK.device, non_blocking=True) for p in kept)))
 
 
 def find_packed(

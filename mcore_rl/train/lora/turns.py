@@ -41,7 +41,7 @@ class Learner:
 
 
 class Turns:
-    """The learners of a rank, of which one is chosen."""
+    """The learners of a rank. One of them is chosen."""
 
     def __init__(self, learners: Sequence[Learner], config: TransformerConfig) -> None:
         """Choose the first learner. `config` is the model's, and has what the chosen one needs."""
@@ -117,7 +117,8 @@ class Turns:
 
 
 MakeLearner = Callable[[Sequence[torch.nn.Module], LoraAdapter | None], Learner]
-"""(chunks, the adapter whose factors they have; None: all weights are trained) -> what trains it"""
+"""(chunks, adapter) -> what trains the adapter, whose factors are in the chunks. Without an adapter
+(None) it trains all weights."""
 
 
 def make_turns(
