@@ -86,7 +86,7 @@ class DraftChoice:
     """Chooses the way of each pass. All ranks of an engine choose the same: what they measure
     by their clocks is agreed on, and all else they see alike.
 
-    told   the pass of which `note` was told last
+    told   the last pass that was noted
     """
 
     def __init__(self, clock: Callable[[], float], agree: Callable[[Seconds], Seconds]) -> None:
@@ -120,7 +120,7 @@ class DraftChoice:
         return way
 
     def note(self, num_accepted: Sequence[int]) -> None:
-        """Take how many drafts the oldest pass of which nothing was told accepted, by request."""
+        """Note how many drafts of each request the oldest pending pass accepted."""
         done = self._pending.popleft()
         if done.counts and done.version == self._version:
             self._accepted.add(num_accepted)

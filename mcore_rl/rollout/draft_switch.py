@@ -81,7 +81,7 @@ class StepChoice:
         return [0, self._num_steps]
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Take the batch sizes of which SGLang captures graphs."""
+        """Take the batch sizes that SGLang captures graphs for."""
         self._batch_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
