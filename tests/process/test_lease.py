@@ -42,7 +42,7 @@ Start = Callable[..., subprocess.Popen]
 
 
 @pytest.fixture(autouse=True)
-def _confirmed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _confirm_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process; other holders look again after as long as in a run."""
     monkeypatch.setattr(lease, "_CONFIRM_S", 0.3)
 

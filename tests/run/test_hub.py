@@ -59,7 +59,7 @@ def fetch(
     return [each if isinstance(each, str) else (Path(each[0]), *each[1:]) for each in answers]
 
 
-def fetched(answer: Fetched | str) -> Fetched:
+def expect_fetched(answer: Fetched | str) -> Fetched:
     assert not isinstance(answer, str), answer
     return answer
 
@@ -73,7 +73,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
     }
     with fake_hub({"me/tiny": MODEL}, {"me/sums": DATA}) as endpoint:
         [plan] = fetch(tmp_path, endpoint, ("plan", {"model.path": "me/tiny"}))
-        assert [path.name for path in fetched(plan)[0].iterdir()] == ["config.json"]
+        assert [path.name for path in expect_fetched(plan)[0].iterdir()] == ["config.json"]
         first, other, no_file = fetch(
             tmp_path,
             endpoint,
@@ -83,7 +83,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
         )
     assert re.search(r"model.path=me/other: .* does not give it", str(other))
     assert "the data set me/sums has no such file" in str(no_file)
-    path, revision, data = fetched(first)
+    path, revision, data = expect_fetched(first)
     names = {file.name for file in path.iterdir()}
     assert names == {"config.json", "tokenizer.json", "model.safetensors"}
     assert path.name == COMMITS["v2"] and revision is None
@@ -91,7 +91,7 @@ def test_a_hub_gives_what_a_command_reads_and_the_cache_gives_it_again(tmp_path:
     assert Path(data[1]).read_bytes() == DATA["data/train.jsonl"]
     assert data[2:] == data[1:2], "a held-out set is fetched, too"
     [again] = fetch(tmp_path, endpoint, ("train", settings))
-    assert fetched(again)[0] == path, "no server answers any more"
+    assert expect_fetched(again)[0] == path, "no server answers any more"
 
 
 def test_without_a_network_one_error_says_what_to_do(tmp_path: Path) -> None:

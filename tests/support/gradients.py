@@ -50,6 +50,18 @@ def _shape(tensor: torch.Tensor, box: Any) -> tuple[int, ...]:
     return tuple(tensor.shape) if tensor.numel() else (0,) * len(box.stop)
 
 
+OF_DELTA_NETS = 8e-6
+"""Share of the largest gradient that gated delta nets may be off in float32. Their recurrence adds
+up more than other layers: 5.7e-6 was seen."""
+
+
+def find_tolerance(kind: str, others: float) -> float:
+    """Return the share of the largest gradient that a tiny model's may be off, `others` without
+    gated delta nets.
+    """
+    return OF_DELTA_NETS if kind.startswith(("qwen3_next", "qwen3_5")) else others
+
+
 def check_gradients(
     per_rank: Sequence[Boxed], wanted: dict[str, Tensor], layout: Any, tolerance: float = 1e-6
 ) -> None:
