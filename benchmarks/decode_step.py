@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from cpu_time import cpu_seconds, with_children
+from cpu_time import read_by_process
 from grpo_workload import EXPERTS, SMALL
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -39,9 +39,9 @@ def main() -> None:
         for index in range(args.rounds + 1):
             answers = []
             for way, engine in engines.items():
-                before = used_s(engine.pid)
+                before = read_by_process(engine.pid)
                 answers.append(generate(engine.url, args.requests, args.tokens, index))
-                after = used_s(engine.pid)
+                after = read_by_process(engine.pid)
                 busiest = max(after[pid] - before.get(pid, 0.0) for pid in after)
                 times[way].append(1000 * busiest / args.tokens)
             assert answers[0] == answers[1], "the engines sampled other tokens"
@@ -63,11 +63,6 @@ def start_engines(folder: Path, stack: ExitStack) -> dict[str, EngineProcess]:
         is_compiled = "the forward pass runs in compiled code" in log.read_text()
         assert is_compiled == compiled, f"compiled={compiled}: see the log\n{log.read_text()}"
     return engines
-
-
-def used_s(engine_pid: int) -> dict[int, float]:
-    """Return the CPU seconds of the processes of an engine, by process id."""
-    return {process.pid: cpu_seconds(process) for process in with_children([engine_pid])}
 
 
 def generate(url: str, num_requests: int, num_tokens: int, index: int) -> list[list[int]]:

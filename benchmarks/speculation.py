@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from cpu_time import cpu_seconds, with_children
+from cpu_time import read_by_process
 from mcore_rl.rollout.drafts import read_counts, sum_counts
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
@@ -70,9 +70,9 @@ def main() -> None:
         for _ in range(args.rounds + 1):
             answers = {}
             for way, engine in engines.items():
-                before = used_s(engine.pid)
+                before = read_by_process(engine.pid)
                 answers[way] = generate(engine.url, args.requests, args.tokens)
-                after = used_s(engine.pid)
+                after = read_by_process(engine.pid)
                 busiest = max(after[pid] - before.get(pid, 0.0) for pid in after)
                 times[way].append(1e6 * busiest / num_tokens)
                 print(way, round(times[way][-1]), "us a token", describe(answers[way]), flush=True)
@@ -135,11 +135,6 @@ def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tenso
     if name.endswith("norm.weight"):
         return torch.ones(shape)
     return 0.3 * torch.randn(shape, generator=generator)
-
-
-def used_s(engine_pid: int) -> dict[int, float]:
-    """Return the CPU seconds of the processes of an engine, by process id."""
-    return {process.pid: cpu_seconds(process) for process in with_children([engine_pid])}
 
 
 def generate(url: str, num_requests: int, num_tokens: int) -> list[dict[str, Any]]:
