@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from mcore_rl import config
 from mcore_rl.config.bounds import Options
@@ -20,9 +20,16 @@ CLASSES = {
     if isinstance(cls, type) and is_dataclass(cls) and issubclass(cls, Options)
 }
 OPTIONS: set[Field] = {(name, f.name) for name, cls in CLASSES.items() for f in fields(cls)}
+
+
+def name_kind(hint: Any) -> str:
+    """Return the name of a field's class, or that of its items."""
+    items = get_args(hint)
+    return getattr(items[0] if get_origin(hint) is list else hint, "__name__", "")
+
+
 KINDS: dict[Field, str] = {
-    (name, option): getattr(get_type_hints(CLASSES[name])[option], "__name__", "")
-    for name, option in OPTIONS
+    (name, option): name_kind(get_type_hints(CLASSES[name])[option]) for name, option in OPTIONS
 }
 
 HOLDERS: dict[str, dict[str, str]] = {}
@@ -55,6 +62,11 @@ def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
     }
     held = "class A:\n c: KLConfig\ndef f(a: A): return a.c.coef"
     assert read(held) == {("KLConfig", "coef")}
+    assert read("def f(c: LoraConfig): return [a.eval for a in c.adapters]") >= {
+        ("AdapterConfig", "eval")
+    }
+    listed = "def f(c: Sequence[AdapterConfig]):\n for i, a in enumerate(c): a.eval"
+    assert read(listed) == {("AdapterConfig", "eval")}
     mapped = "def f(c: Mapping[str, KLConfig]):\n k = c[0]\n k.coef"
     assert read(mapped) == {("KLConfig", "coef")}
     assert read("c = load_recipe('x', [])\nc.rollout") == {("Config", "rollout")}
@@ -163,13 +175,16 @@ class Scope:
 
 
 def annotated(annotation: ast.expr | None) -> str | None:
-    """The configuration class an annotation names: X, config.X, X | None, "X", Mapping[str, X].
+    """The configuration class an annotation names: X, config.X, X | None, "X", Mapping[str, X],
+    Sequence[X], list[X].
 
     A class of the package that holds such a class (StepOptions) counts as one.
     """
     text = ast.unparse(annotation).strip("'\"") if annotation else ""
-    if isinstance(annotation, ast.Subscript) and text.startswith(("Mapping[", "dict[")):
-        text = text.removesuffix("]").rpartition(", ")[2]
+    if isinstance(annotation, ast.Subscript) and text.startswith(
+        ("Mapping[", "dict[", "Sequence[", "list[")
+    ):
+        text = text.removesuffix("]").partition("[")[2].rpartition(", ")[2]
     names = [part.strip().rpartition(".")[2] for part in text.split("|")]
     return next((name for name in names if name in CLASSES or name in HOLDERS), None)
 
@@ -205,7 +220,11 @@ def assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
 
 
 def assignments_of(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """(target, value) of a plain assignment, tuples taken apart."""
+    """(target, value) of a plain assignment or a loop, tuples taken apart."""
+    if isinstance(node, ast.For):
+        yield from loop_variables(node.target, node.iter)
+    for generator in getattr(node, "generators", ()):
+        yield from loop_variables(generator.target, generator.iter)
     if not isinstance(node, ast.Assign | ast.AnnAssign):
         return
     value = node.value
@@ -214,3 +233,11 @@ def assignments_of(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
             yield from zip(target.elts, value.elts, strict=False)
         else:
             yield target, value
+
+
+def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """(name, the list whose items it takes), also of enumerate(list)."""
+    if isinstance(values, ast.Call) and ast.unparse(values.func) == "enumerate":
+        assert isinstance(target, ast.Tuple), "two names take what enumerate gives"
+        target, values = target.elts[1], values.args[0]
+    yield target, values
