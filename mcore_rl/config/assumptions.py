@@ -61,13 +61,13 @@ class SimulateConfig(Options, group="simulate"):
     mtbf_hours: float = bounded(0.0, ge=0)
     """Mean time between failures of each GPU; 0: none fails."""
     node_mtbf_hours: float = bounded(0.0, ge=0)
-    """Mean time between failures of each machine, which takes its engines and samples for good; 0:
-    none fails. One with ranks ends the run, unless a spare machine takes its place."""
+    """Mean time between failures of each machine; 0: none fails. Without a spare machine in its
+    place, its ranks end the run, and its engines are gone for good."""
     spare_nodes: int = bounded(0, ge=0)
-    """Machines more than the recipe needs, to which ranks of lost ones move (run.recovery)."""
+    """Machines more than the recipe needs, to which ranks and engines of lost ones move."""
     notice_s: float = bounded(10.0, ge=0)
-    """Seconds until a lost rank is noticed. One that dies shows at once, one that is stopped after
-    a quarter of run.call_timeout_s, at most 30 s."""
+    """Seconds until a lost rank or machine is noticed. A rank that dies shows at once, one that is
+    stopped after a quarter of run.call_timeout_s, at most 30 s."""
     replace_s: float = bounded(60.0, gt=0)
     """Seconds in which processes take the place of lost ranks and build the model; to read their
     state from memory takes what its bytes take, besides (run.recovery)."""

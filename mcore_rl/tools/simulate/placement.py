@@ -255,6 +255,7 @@ class Failures:
         self._loop = loop
         self._rollout = rollout
         self._engine_restart_s = simulate.engine_restart_s
+        self._notice_s = simulate.notice_s
         self._engines = engines
         self._health = health
         self._placement = placement
@@ -262,14 +263,16 @@ class Failures:
         self._draw = draw
         self._context = context_of("failures")
         self._timers: list[asyncio.TimerHandle] = []
+        self._next_failures: dict[str, asyncio.TimerHandle] = {}
         self.num_engines_lost = 0
         self.num_nodes_lost = 0
         self.lost: asyncio.Future[None] = loop.create_future()
         """Raises RunLostError once the run cannot go on."""
         self._mtbf_s = simulate.mtbf_hours * 3600
-        self._arm(simulate.node_mtbf_hours * 3600, engine_losses_s)
+        self._node_mtbf_s = simulate.node_mtbf_hours * 3600
+        self._arm(engine_losses_s)
 
-    def _arm(self, node_mtbf_s: float, engine_losses_s: Sequence[float]) -> None:
+    def _arm(self, engine_losses_s: Sequence[float]) -> None:
         """Set the times of the first failures of each kind."""
         if self._mtbf_s:
             if self._num_trainer_gpus:
@@ -278,24 +281,28 @@ class Failures:
                 self._arm_engine(url)
         for k, seconds in enumerate(engine_losses_s):
             self._later(seconds, self._lose_engine, list(self._engines)[k % len(self._engines)])
-        if node_mtbf_s:
+        if self._node_mtbf_s:
             for node in sorted(self._placement.nodes):
-                self._later(self._draw.expovariate(1 / node_mtbf_s), self.lose_node, node)
+                self._arm_node(node)
 
     def end(self) -> None:
         for timer in self._timers:
             timer.cancel()
 
-    def _later(self, seconds: float, function: object, *args: object) -> None:
-        self._timers.append(
-            self._loop.call_later(seconds, function, *args, context=self._context)  # type: ignore[arg-type]
-        )
+    def _later(self, seconds: float, function: object, *args: object) -> asyncio.TimerHandle:
+        timer = self._loop.call_later(seconds, function, *args, context=self._context)  # type: ignore[arg-type]
+        self._timers.append(timer)
+        return timer
 
     def _next_s(self, num_gpus: int) -> float:
         return self._draw.expovariate(num_gpus / self._mtbf_s)
 
     def _arm_engine(self, url: str) -> None:
-        self._later(self._next_s(self._rollout.engine_ranks), self._lose_engine, url)
+        """Set the time of an engine's next failure, in the place of one that was set before."""
+        if url in self._next_failures:
+            self._next_failures[url].cancel()
+        seconds = self._next_s(self._rollout.engine_ranks)
+        self._next_failures[url] = self._later(seconds, self._lose_engine, url)
 
     def _lose_trainer(self) -> None:
         self._later(self._next_s(self._num_trainer_gpus), self._lose_trainer)
@@ -326,20 +333,33 @@ class Failures:
             self.lost.set_exception(RunLostError(why))
 
     def lose_node(self, node: str) -> None:
-        """Lose a machine: its ranks and with them the run, else its engines and its samples."""
+        """Lose a machine with its ranks, engines and samples.
+
+        A spare machine takes its place, and fails as often. Without one, the run ends with its
+        ranks, and engines are gone for good; where they share their GPUs with ranks, the run ends
+        in any case.
+        """
         self.num_nodes_lost += 1
+        engines = [
+            url
+            for url, nodes in zip(self._engines, self._placement.engine_nodes, strict=True)
+            if node in nodes and not self._state(url).lost
+        ]
         if node in self._placement.trainer_nodes:
             why = f"{node} failed, which has ranks of the trainer or critic"
-            if not self._num_spare:
-                self._lose(why)
+            if not self._num_spare or engines:
+                self._lose(f"{why} and engines" if engines else why)
                 return
-            self._num_spare -= 1
             self._lose_ranks(why)
-        for url, nodes in zip(self._engines, self._placement.engine_nodes, strict=True):
-            if node in nodes:
-                self.num_engines_lost += not self._state(url).lost
-                self._engines[url].fail()
-                self._health.lose(url, f"{node} failed")
+        is_replaced = self._num_spare > 0
+        if is_replaced:
+            self._num_spare -= 1
+            self._arm_node(node)
+        for url in engines:
+            if is_replaced:
+                self._lose_engine(url, self._notice_s)
+            else:
+                self._take_out(url, node)
         if node in self._collectors:
             self._collectors[node].lose(f"collector of {node} is lost with its machine")
         num_left = sum(not state.lost for state in self._health.states)
@@ -349,8 +369,19 @@ class Failures:
                 f" rollout.min_engines={self._rollout.min_engines}"
             )
 
-    def _lose_engine(self, url: str) -> None:
-        if self._state(url).lost:
+    def _arm_node(self, node: str) -> None:
+        if self._node_mtbf_s:
+            self._later(self._draw.expovariate(1 / self._node_mtbf_s), self.lose_node, node)
+
+    def _take_out(self, url: str, node: str) -> None:
+        """Lose an engine for good, as its machine is gone."""
+        self.num_engines_lost += 1
+        self._engines[url].fail()
+        self._health.lose(url, f"{node} failed")
+
+    def _lose_engine(self, url: str, notice_s: float = 0.0) -> None:
+        """Lose an engine that is started again, `notice_s` later where it has to move."""
+        if not self._state(url).healthy:  # lost already, for good or until it is started
             return
         self.num_engines_lost += 1
         self._engines[url].fail()
@@ -361,7 +392,7 @@ class Failures:
             )
             return
         self._health.note([replace(state, restarts=state.restarts + 1, healthy=False)])
-        self._later(self._engine_restart_s, self._return_engine, url)
+        self._later(notice_s + self._engine_restart_s, self._return_engine, url)
 
     def _return_engine(self, url: str) -> None:
         if self._state(url).lost:

@@ -116,6 +116,39 @@ def test_a_machine_takes_its_engines_for_good(loop: VirtualLoop) -> None:
     assert not failures.lost.done()
 
 
+def test_engines_of_a_lost_machine_move_to_a_spare_one(loop: VirtualLoop) -> None:
+    options = ("simulate.spare_nodes=1", "simulate.notice_s=20", "simulate.engine_restart_s=100")
+    failures, health = without_gpu_failures(loop, *options)
+    failures.lose_node("node-3")
+    failures.lose_node("node-2")
+    loop.run_until_complete(asyncio.sleep(119))
+    assert [state.healthy for state in health.states] == [False, False, False, False]
+    loop.run_until_complete(asyncio.sleep(2))
+    assert [state.healthy for state in health.states] == [False, False, True, True]
+    assert [state.lost for state in health.states] == [True, True, False, False]
+    assert failures.num_engines_lost == 4 and not failures.lost.done()
+
+
+def test_a_machine_that_ranks_and_engines_share_ends_the_run(loop: VirtualLoop) -> None:
+    shared = ("rollout.mode=sync", "rollout.stage_weights=false", "cluster.colocated=true")
+    shared += ("rollout.restarts=0", "simulate.spare_nodes=1")
+    failures, _ = without_gpu_failures(loop, *shared, most_recoveries=4)
+    failures.lose_node("node-0")
+    with pytest.raises(RunLostError, match=r"node-0 failed, which has ranks .* and engines"):
+        loop.run_until_complete(failures.lost)
+
+
+def test_a_machine_in_the_place_of_a_lost_one_fails_as_often(loop: VirtualLoop) -> None:
+    options = ("simulate.node_mtbf_hours=100", "simulate.spare_nodes=1000000")
+    failures, _ = without_gpu_failures(
+        loop, *options, "rollout.restarts=100000", most_recoveries=10**6
+    )
+    wait(loop, 10_000)
+    # Four machines: one fails every 25 hours.
+    assert failures.num_nodes_lost == pytest.approx(400, rel=0.15)
+    failures.end()
+
+
 def test_too_few_engines_left_end_the_run(loop: VirtualLoop) -> None:
     failures, _ = without_gpu_failures(loop, "rollout.min_engines=3")
     failures.lose_node("node-2")
