@@ -47,7 +47,6 @@ SETTINGS = (
     f"agents.options.reward={TOOLS}:reward",
     "sandbox.workers=2",
     "rollout.engines=2",
-    "rollout.prompts_per_step=8",
     "rollout.samples_per_prompt=4",
     "rollout.restarts=1000",
     "rollout.request_timeout_s=20",
@@ -69,6 +68,9 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=5, help="steps from one fault to the next")
     parser.add_argument("--alone", type=int, default=20, help="steps of the run left alone")
     parser.add_argument("--sft", type=int, default=500, help="steps of the warm start")
+    parser.add_argument(
+        "--prompts", type=int, default=8, help="prompts of a step, of four episodes each"
+    )
     parser.add_argument("--kinds", default="", help="processes, by comma; default: all")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -77,6 +79,7 @@ def main() -> None:
     kinds = [kind for kind in args.kinds.split(",") if kind] or sorted(VICTIMS)
     faults = draw(args.seed, args.faults, kinds, unavailable)
     settings = make_warm_start(folder, args.sft)
+    settings.append(f"rollout.prompts_per_step={args.prompts}")
     alone = train_alone(folder / "alone", settings, args.alone)
     num_steps = 10 + args.faults * (args.every + 3)
     rows = disturb(TrainRun(folder / "disturbed", settings), faults, args.every, num_steps)
