@@ -2,6 +2,7 @@
 
 import os
 import signal
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +18,10 @@ from tests.support import models_table
 from tests.support.policy import ROOT
 from tests.support.sglang_parsers import ParserProcess
 
-# Processes of the package leave the working folder out, which has the tests.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+# Processes of the package leave the working folder out, which has the tests. Workers of
+# pytest-xdist find it named already: a second time, it would keep servers from forking.
+_named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, (str(ROOT), *_named))))
 # An example may wait for a busy machine; pytest's own limit holds for a whole test.
 settings.register_profile("patient", deadline=None)
 settings.register_profile("quick", deadline=None, max_examples=25)
@@ -29,6 +32,8 @@ LONG = ("e2e", "gloo")
 """Markers of tests that take seconds each."""
 FORKS_PAY_FROM = 8
 """So many of them have their engines and workers forked by processes that import once for all."""
+LAST = 1 << 32
+"""The turn of files without such tests, behind any crc32."""
 _forks = ExitStack()
 
 
@@ -41,11 +46,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the processes that fork, in the process that runs the tests."""
+    """Start the processes that fork where the tests run, unless they run already."""
     runs_tests = "PYTEST_XDIST_WORKER" in os.environ or not session.config.getoption("-n", None)
     if runs_tests and sum(map(_is_long, session.items)) >= FORKS_PAY_FROM:
-        _forks.enter_context(worker_forks())
-        _forks.enter_context(engine_forks())
+        _start_forks()
+
+
+def _start_forks() -> None:
+    _forks.enter_context(worker_forks())
+    _forks.enter_context(engine_forks())
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -55,7 +64,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         models_table.write(path)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C reach the processes that tests start, also if the test run is a background job.
 
     A shell without job control starts background jobs with SIGINT ignored, and every child
@@ -63,6 +72,15 @@ def pytest_configure() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _shares_out_all_tests(config):
+        _start_forks()
+
+
+def _shares_out_all_tests(config: pytest.Config) -> bool:
+    """Return whether this process starts workers of pytest-xdist, which then find its forks."""
+    starts_workers = "PYTEST_XDIST_WORKER" not in os.environ and config.getoption("-n", None)
+    asks_for_all = config.args_source is not pytest.Config.ArgsSource.ARGS
+    return bool(starts_workers) and asks_for_all and not config.option.collectonly
 
 
 @pytest.hookimpl(wrapper=True)
@@ -76,9 +94,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that start processes: at the end, workers share out what is short."""
+    """Begin with the files that start processes: at the end, workers share out what is short.
+
+    What one file makes and others wait for is shared within a folder: so those of a folder come
+    apart, in an order that is the same in every run.
+    """
     long = {item.path for item in items if _is_long(item)}
-    items.sort(key=lambda item: item.path not in long)
+    turns = {path: zlib.crc32(path.stem.encode()) for path in long}
+    items.sort(key=lambda item: turns.get(item.path, LAST))
 
 
 def _is_long(item: pytest.Item) -> bool:
