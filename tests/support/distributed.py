@@ -19,7 +19,17 @@ from typing import Any
 from mcore_rl.device.setup import let_megatron_import
 from mcore_rl.process.network import find_free_port
 
-PRELOAD = ["torch", "mcore_rl.train.actor", "pytest"]
+PRELOAD = [
+    "torch",
+    "mcore_rl.train.actor",
+    "pytest",
+    # Ranks would import these anew: patches on a CPU, and modules of Megatron's optimizers.
+    "mcore_rl.cpu.kernel_patches",
+    "mcore_rl.cpu.megatron_patches",
+    "mcore_rl.device.training_patches",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.post_training.modelopt.layers",
+]
 
 
 def run_ranks(
