@@ -91,6 +91,8 @@ def test_against_log_softmax(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_kernels_against_log_softmax(world_size: int) -> None:
     run_with_triton(
+        "from tests.support import distributed\n"
+        "distributed.PRELOAD[:] = ['tests.train.test_logprobs']\n"
         "from tests.train import test_logprobs as ours\n"
         "if __name__ == '__main__':\n"
         f"    ours.check_parallel(ours.run_ranks(ours.parallel_by_kernels, {world_size}))\n",
