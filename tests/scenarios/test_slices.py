@@ -44,7 +44,7 @@ def train_layouts(draw: st.DrawFn) -> TrainLayout:
 
 
 @given(CONFIGS, train_layouts(), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)]))
-@settings(max_examples=200)
+@settings(max_examples=2 * settings().max_examples)
 def test_engines_end_up_with_what_they_would_have_loaded(config, layout, engine_sizes):
     tp, ep = engine_sizes
     shapes = hf_tensor_shapes(config)

@@ -136,7 +136,7 @@ def check(step: Step, config: AlgorithmConfig, part_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("with_kl", [False, True], ids=["", "kl"])
 @pytest.mark.parametrize("name", advantages.names)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 4, deadline=None)
 @given(
     seed=st.integers(0, 10_000), are_episodes=st.booleans(), part_tokens=st.sampled_from([1, 40])
 )
