@@ -54,7 +54,7 @@ def settings_of(shapes: Path) -> list[str]:
     "layout",
     [
         pytest.param(("parallel.pp=2",), id="pp", marks=pytest.mark.slow),
-        pytest.param(("parallel.tp=2", "train.vision=all"), id="tp"),
+        pytest.param(("parallel.tp=2", "train.vision=all", "eval.data=[]"), id="tp"),
     ],
 )
 def test_engines_and_trainer_agree_on_images(start: Start, layout: tuple[str, ...]) -> None:
