@@ -137,6 +137,7 @@ def test_keys_of_the_optimizer_are_told_apart(key: str, expected: bool) -> None:
     assert is_of_optimizer(key) is expected
 
 
+@pytest.mark.slow
 def test_a_key_whose_hash_takes_for_ever_is_refused(
     original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
         ("kill", "killed"),
         pytest.param("exit", "killed, crashed", marks=pytest.mark.slow),
         pytest.param("sys.exit", "exit code 4", marks=pytest.mark.slow),
-        ("segfault", "killed, crashed"),
+        pytest.param("segfault", "killed, crashed", marks=pytest.mark.slow),
     ],
 )
 def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: str, capfd) -> None:
@@ -254,7 +254,13 @@ def test_ranks_go_on_after_a_signal_and_after_a_canceled_call(
     assert group.call_all("scaled", [1], factor=2, deadline_s=30) == [(k, [2]) for k in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["call_all", "call_each", "dispatch"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dispatch",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("call_all", "call_each")),
+    ],
+)
 def test_a_signal_waits_until_a_call_is_on_its_way_to_all_ranks(make_group, kind: str) -> None:
     """Otherwise a rank would wait in a collective for one that never got the call."""
     group = make_group(2)

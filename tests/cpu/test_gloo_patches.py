@@ -71,8 +71,15 @@ def sync_bucket(
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("world_size", "is_async"),
+    [
+        (1, False),
+        (3, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_buckets_in_place(world_size: int, is_async: bool) -> None:
     plain = run_ranks(sync_bucket, world_size, False, is_async)
     for rank, got in enumerate(run_ranks(sync_bucket, world_size, True, is_async)):

@@ -86,6 +86,7 @@ def test_a_torch_that_does_not_know_the_threshold_is_not_given_it(
     assert device.can_pin_exactly() is knows_it
 
 
+@pytest.mark.slow
 def test_an_optimizer_imports_no_compiler() -> None:
     """Fails in its second half once torch's optimizers do not ask for the compiler."""
     train = (

@@ -238,6 +238,7 @@ def assert_critic_learns(run: Run) -> None:
     assert config["architectures"] == ["Qwen3MoeForSequenceClassification"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["resumed"])
 def test_resume_continues_exactly_also_in_another_layout(
     start: Start, runs: StartedAhead[Run], tmp_path: Path, case: str

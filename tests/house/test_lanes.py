@@ -12,8 +12,8 @@ from tests.support.support_index import README, list_support_files, replace_list
 ROW = re.compile(r"^\| `([\w/]+\.py)` \| (.+) \| (.+) \|$", re.MULTILINE)
 NAMED = re.compile(r"`([\w/]+\.py)(?:::(test_\w+))?`")
 SLOW = "pytest.mark.slow"
-BY_LANE = "LARGE_BY_LANE"
-"""Recipes of support/recipes.py, most of which are marked so."""
+BY_LANE = re.compile(r"\b(LARGE|FAMILIES)_BY_LANE\b")
+"""Lists of support/, most of whose parameters are marked so."""
 
 
 def is_left_out(file: str, name: str | None) -> bool:
@@ -47,7 +47,7 @@ def test_each_file_of_the_nightly_lane_has_a_row_with_a_witness() -> None:
         for path in python_files("tests")
         if path.name.startswith("test_")
         and path.parts[1] != "house"
-        and (SLOW in read(path) or BY_LANE in read(path))
+        and (SLOW in read(path) or BY_LANE.search(read(path)))
     }
     assert marked == rows.keys(), f"tests/README.md: {sorted(marked ^ rows.keys())}"
     for file, witness in rows.items():

@@ -56,6 +56,7 @@ def test_answers_are_compared_as_mathematics(workers: int) -> None:
     assert scores.parts["form"][0] == 1 and scores.parts["form"][-1] == 0
 
 
+@pytest.mark.slow
 def test_a_comparison_without_end_costs_its_sample_alone() -> None:
     tower = r"\boxed{9^{9^{9^{9^{9}}}}!}"
     config = RewardConfig(path="recipes/rewards/math.py", workers=1, timeout_s=5.0)

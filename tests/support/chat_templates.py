@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
@@ -153,6 +154,12 @@ FAMILIES = {
         ("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
     ),
 }
+QUICK = ("qwen3", "deepseekv3", "glm4moe", "gptoss", "mixtral")
+"""Families of `make test`: they end turns, write calls and show reasoning in different ways."""
+FAMILIES_BY_LANE = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES
+]
+"""Parameters for a test of every family."""
 TEXT = ["the weather of the city", '{"name": "look", "arguments": {"x": 1}}', "assistant\n\nuser\n"]
 """The merges are learned from it, so that some tokens are longer than a byte."""
 

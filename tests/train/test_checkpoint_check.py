@@ -187,6 +187,7 @@ def test_a_file_that_the_list_lacks_is_not_loaded(tmp_path: Path, verify: bool) 
         check_checkpoint(folder, verify=verify)
 
 
+@pytest.mark.slow
 def test_files_that_take_for_ever_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

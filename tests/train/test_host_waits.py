@@ -111,8 +111,10 @@ def count_by_number(
 
 @pytest.mark.parametrize(
     "algorithm",
-    [None, AlgorithmConfig()],
-    ids=["sums over sequences", "GRPO"],
+    [
+        pytest.param(None, id="sums over sequences"),
+        pytest.param(AlgorithmConfig(), id="GRPO", marks=pytest.mark.slow),
+    ],
 )
 def test_micro_batches_are_computed_without_waiting(
     tmp_path: Path, algorithm: AlgorithmConfig | None

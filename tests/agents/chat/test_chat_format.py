@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.messages import Message
-from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
+from tests.support.chat_templates import FAMILIES, FAMILIES_BY_LANE, make_tokenizer, stop_ids
 from tests.support.conversations import TOOLS, Conversation, Turn, conversations
 
 LIMITS: dict[str, dict[str, Any]] = {
@@ -25,7 +25,7 @@ OPENING = ("glm4moe",)
 few = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=FAMILIES_BY_LANE)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

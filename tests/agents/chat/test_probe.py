@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 
 from mcore_rl.agents.chat.chat_format import ChatFormat, Reasoning
 from mcore_rl.agents.chat.template import Case, RowOutcome
-from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
+from tests.support.chat_templates import FAMILIES_BY_LANE, make_tokenizer, stop_ids
 from tests.support.conversations import TOOLS, Conversation, Turn, conversations
 
 APPENDS, FORKS, REFUSED = RowOutcome.APPENDS, RowOutcome.FORKS, RowOutcome.REFUSED
@@ -39,8 +39,11 @@ def case_of(turn: Turn) -> Case | None:
     return Case.TOOL_AFTER_TEXT if content else Case.TOOL
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("family", FAMILIES)
+@settings(
+    max_examples=settings().max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@pytest.mark.parametrize("family", FAMILIES_BY_LANE)
 @given(conversation=conversations(system=False, max_turns=1))
 def test_the_probe_agrees_with_what_happens(family: str, conversation: Conversation) -> None:
     turn = conversation.turns[0]

@@ -13,7 +13,7 @@ from mcore_rl.agents.chat.shortcut import Shortcut, make_excerpt
 from mcore_rl.agents.chat.template import TRIAL_TOOL
 from mcore_rl.agents.messages import Message
 from tests.agents.chat.test_chat_format import draw_conversation, make_blank_tokenizer, sampled
-from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
+from tests.support.chat_templates import FAMILIES_BY_LANE, make_tokenizer, stop_ids
 from tests.support.conversations import TOOLS
 
 NUMBERED = (
@@ -34,7 +34,7 @@ def make_formats(family: str, reasoning: Reasoning) -> tuple[ChatFormat, ChatFor
     return short, whole
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FAMILIES_BY_LANE)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

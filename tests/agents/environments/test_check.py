@@ -111,14 +111,13 @@ def verl_check(kind, section, folder, entry):
     check(EnvironmentOptions(kind, {"config": str(path)}, variables=verl_variables()))
 
 
+@pytest.mark.slow
 @needs_verl()
 @pytest.mark.parametrize(
     ("kind", "section", "good"),
     [
         ("verl_tools", "tools", "verl_classes.Notes"),
-        pytest.param(
-            *("verl_interaction", "interaction", "verl_classes.Echo"), marks=pytest.mark.slow
-        ),
+        ("verl_interaction", "interaction", "verl_classes.Echo"),
     ],
 )
 def test_classes_of_verl_are_imported(tmp_path, kind, section, good):

@@ -54,6 +54,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., lis
         yield play_one
 
 
+@pytest.mark.slow
 @needs_verl()
 def test_gsm8k_of_verl_itself_asks_again_until_the_answer_is_right(play):
     wrong, right = play({"name": "gsm8k", "ground_truth": "72"}, "#### 71", "#### 72")

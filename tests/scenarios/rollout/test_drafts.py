@@ -159,6 +159,7 @@ def test_each_version_counts_its_own_passes(served: tuple[str, PreTrainedModel])
         assert 0 <= new.checked + new.accepted - (second["end"] - second["start"]) <= 6
 
 
+@pytest.mark.slow
 def test_a_swap_of_weights_leaves_each_token_its_version(tmp_path: Path) -> None:
     """Weights change inside answers, whose rest is drawn by the new ones."""
     with swapped_engine(tmp_path, top_k=8, speculation=Speculation("ngram", 4)) as swapped:

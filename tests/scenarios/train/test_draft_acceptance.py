@@ -82,6 +82,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(run, 1, folder, timeout_s=300)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_trained_layers_are_accepted_more_often(result: dict[str, Any]) -> None:
     first, last = result["steps"][0].metrics, result["steps"][-1].metrics
@@ -92,6 +93,7 @@ def test_trained_layers_are_accepted_more_often(result: dict[str, Any]) -> None:
     assert frozen["mtp/acceptance"] < 0.2 < 0.3 < trained["mtp/acceptance"]
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_exports_have_trained_layers_and_fresh_copies(result: dict[str, Any]) -> None:
     assert {name for name in result["names"] if not name.endswith("_bias")} <= result["changed"]

@@ -32,7 +32,8 @@ STEERED: dict[str, Any] = {
 }
 FROZEN: dict[str, Any] = {"router_aux_loss_coef": 0.0, "freeze_router": True}
 LAYOUTS = [
-    pytest.param((2, [{"tp": 2}, {"ep": 2}]), id="two_ranks"),
+    pytest.param((2, [{"tp": 2, "ep": 2}]), id="two_ranks"),
+    pytest.param((2, [{"tp": 2}, {"ep": 2}]), id="two_ranks_apart", marks=pytest.mark.slow),
     pytest.param(
         (4, [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "cp": 2, "ep": 4}]),
         id="four_ranks",

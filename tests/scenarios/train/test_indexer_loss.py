@@ -105,7 +105,7 @@ def alone(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((2, QUICK), id="two_ranks"),
+        pytest.param((2, QUICK), id="two_ranks", marks=pytest.mark.slow),
         pytest.param((4, FURTHER), id="four_ranks", marks=pytest.mark.slow),
     ],
 )

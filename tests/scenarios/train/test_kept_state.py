@@ -29,8 +29,8 @@ from tests.support.optimizer_layouts import name_of, read, step
 from tests.support.tiny_training import make_actor, write_hf_model
 
 LAYOUTS: list[dict[str, Any]] = [
-    {"tp": 2, "ep": 2},
     {"dp": 2, "ep": 2},
+    {"tp": 2, "ep": 2},
     {"pp": 2, "vpp": 2},
 ]
 ADAM = OptimizerConfig(lr=1e-3, warmup_steps=3)
@@ -108,14 +108,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "dtype, optimizer",
-    [("bfloat16", ADAM), pytest.param("float32", MUON, marks=pytest.mark.slow)],
+    ("dtype", "optimizer", "layouts"),
+    [
+        pytest.param("bfloat16", ADAM, LAYOUTS[:1], id="adam"),
+        pytest.param("bfloat16", ADAM, LAYOUTS[1:], id="layouts", marks=pytest.mark.slow),
+        pytest.param("float32", MUON, LAYOUTS, id="muon", marks=pytest.mark.slow),
+    ],
 )
 def test_new_ranks_go_on_bit_for_bit(
-    model_dir: str, tmp_path: Path, dtype: Any, optimizer: OptimizerConfig
+    model_dir: str,
+    tmp_path: Path,
+    dtype: Any,
+    optimizer: OptimizerConfig,
+    layouts: list[dict[str, Any]],
 ) -> None:
     model = ModelConfig(path=model_dir, dtype=dtype)
-    specs = [(model, optimizer, layout) for layout in LAYOUTS]
+    specs = [(model, optimizer, layout) for layout in layouts]
     whole = run_each(go_on, 2, specs, tmp_path)
     for (_, _, layout), ranks in zip(specs, whole, strict=True):
         planned = predict_bytes(model, optimizer, layout)

@@ -116,7 +116,7 @@ def test_layers_read_what_the_indexer_before_them_chose(
 @pytest.mark.parametrize(
     ("num_ranks", "cases"),
     [
-        pytest.param(2, QUICK, id="two_ranks"),
+        pytest.param(2, QUICK, id="two_ranks", marks=pytest.mark.slow),
         pytest.param(4, FURTHER, id="four_ranks", marks=pytest.mark.slow),
     ],
 )

@@ -125,7 +125,7 @@ def reserve(memory: KeptMemory, name: str, layout: Layout) -> list[list[str]]:
             ADAM,
             marks=pytest.mark.slow,
         ),
-        ({"dp": 1}, {"dp": 2}, "bfloat16", ADAM),
+        pytest.param({"dp": 1}, {"dp": 2}, "bfloat16", ADAM, marks=pytest.mark.slow),
         pytest.param(
             {"tp": 2, "ep": 2, "dp": 1},
             {"tp": 2, "ep": 2, "dp": 2},

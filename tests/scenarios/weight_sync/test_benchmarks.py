@@ -5,6 +5,7 @@ import pytest
 from tests.support.benchmarks import figures_of
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_buckets_on_a_gpu_ends_in_its_figures() -> None:
     figures = figures_of("gpu_sync.py", timeout_s=100)["gb_per_s"]["1 MiB"]
     assert figures.pop("copy") > 0

@@ -195,6 +195,7 @@ def fit_of(draws: Sequence[Sequence[dict[str, Any]]], version: Path) -> float:
     return fit_of_draws(torch.cat(logprobs), torch.cat(tokens))
 
 
+@pytest.mark.slow
 def test_tokens_are_drawn_with_the_policys_probabilities(trainer: Trainer) -> None:
     trainer.sync(1)
     draws = [trainer.draw(1.0, 240) for _ in range(2)]
@@ -208,6 +209,7 @@ def count_passes(answers: Sequence[dict[str, Any]], version: int) -> DraftCount:
     return counts[WeightVersion(version)]
 
 
+@pytest.mark.slow
 def test_an_engine_guesses_where_that_is_faster(choosing: Trainer) -> None:
     """Tokens and log-probs are right while passes take turns to be measured, and afterwards."""
     choosing.sync(1)

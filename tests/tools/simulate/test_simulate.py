@@ -90,7 +90,7 @@ def test_lost_ranks_are_recovered_for_less_than_a_restart() -> None:
     assert summary["prompts_unaccounted"] == 0
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_lost_machines_cost_their_samples_but_no_prompt(mode: str) -> None:
     summary = run(
         f"rollout.mode={mode}",

@@ -120,6 +120,7 @@ def test_ends_that_cut_off_are_those_of_samples() -> None:
     assert CUT_OFF == TRUE_CUT_OFF
 
 
+@pytest.mark.slow
 def test_100_000_samples_are_filtered_in_half_a_second(tmp_path: Path) -> None:
     write_many_samples(tmp_path, 100_000)
     start = time.process_time()

@@ -103,8 +103,16 @@ def resume(rank: int, world_size: int, port: int, hf_dir: Path, train: Any, fold
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     ("layout", "train"),
-    [({}, {}), ({"ep": 2}, {}), ({"tp": 2, "etp": 2}, {"recompute": "moe_act"})],
-    ids=["one rank", "ep", "etp, activations recomputed"],
+    [
+        pytest.param({}, {}, id="one rank"),
+        pytest.param({"ep": 2}, {}, id="ep"),
+        pytest.param(
+            {"tp": 2, "etp": 2},
+            {"recompute": "moe_act"},
+            id="etp, activations recomputed",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_weights_after_steps_are_those_of_separate_products(
     tmp_path: Path, layout: Any, train: Any
@@ -140,7 +148,9 @@ def test_ranks_that_exchange_tokens_read_sizes_of_messages_alone(tmp_path: Path)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("first", "second"), [({}, GROUPED), (GROUPED, {})])
+@pytest.mark.parametrize(
+    ("first", "second"), [({}, GROUPED), pytest.param(GROUPED, {}, marks=pytest.mark.slow)]
+)
 def test_a_checkpoint_continues_with_the_other_kind(
     tmp_path: Path, first: Any, second: Any
 ) -> None:

@@ -12,7 +12,7 @@ from mcore_rl.weights.megatron_files.metadata import check_archive, check_bounde
 from tests.support.hostile_files import dict_with_nested_key, write_archive, write_zip_bomb
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("name", [".metadata", pytest.param("common.pt", marks=pytest.mark.slow)])
 def test_a_key_whose_hash_takes_for_ever_is_refused_in_time(tmp_path: Path, name: str) -> None:
     if name == ".metadata":
         (tmp_path / name).write_bytes(dict_with_nested_key())

@@ -15,7 +15,10 @@ def plant(folder: Path, name: str, script: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("runtime", ["docker", "apptainer", "pyxis"])
+@pytest.mark.parametrize(
+    "runtime",
+    ["docker", *(pytest.param(name, marks=pytest.mark.slow) for name in ("apptainer", "pyxis"))],
+)
 def test_a_runtime_that_is_not_there_is_a_failure(runtime: str, tmp_path: Path) -> None:
     environ = {"PATH": str(tmp_path)}
     run = run_doctor("--only", "container", "--container", runtime, environ=environ)
