@@ -1,8 +1,7 @@
 """Models of a lone rank: their size on a GPU, its batch, and that comparisons can fail."""
 
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from mcore_rl.tools.doctor import lone_rank
 from mcore_rl.weights.models import family_of, refuse_unsupported
+from tests.support.distributed import run_ranks
 
 
 @pytest.mark.parametrize("make", [lone_rank.qwen3_moe, lone_rank.deepseek_v3])
@@ -56,31 +56,27 @@ def test_a_repeated_step_may_differ_a_little_on_a_gpu_and_not_at_all_on_a_cpu(
         lone_rank.expect_same_step(before, expected, before)
 
 
-STATES = """
-import tempfile
-from pathlib import Path
-import torch
-from mcore_rl.tools.doctor.lone_rank import LoneRank, expect_same, qwen3_moe
-
-with tempfile.TemporaryDirectory() as folder:
-    rank = LoneRank(Path(folder), qwen3_moe())
-    rank.step()
-    state = rank.state()
-    expect_same(rank.state(), state)
+def check_states(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """Compare a rank's states before and after a step, and give its memory up."""
+    only = lone_rank.LoneRank(folder, lone_rank.qwen3_moe())
+    only.step()
+    state = only.state()
+    lone_rank.expect_same(only.state(), state)
     kinds = {name.rsplit(".", 1)[1] for name in state if name.startswith("optimizer")}
     assert kinds == {"main", "exp_avg", "exp_avg_sq"}, kinds
     moments = [t for name, t in state.items() if name.endswith("exp_avg")]
     assert sum(t.numel() for t in moments) == sum(
         t.numel() for name, t in state.items() if name.startswith("weights")
     )
-    rank.step()
-    after = rank.state()
+    only.step()
+    after = only.state()
     assert not any(torch.equal(after[name], state[name]) for name in state), "nothing changed"
-    rank.free()
-    assert all(p.untyped_storage().size() == 0 for p in rank.actor.chunks[0].parameters())
-"""
+    only.free()
+    assert all(p.untyped_storage().size() == 0 for p in only.actor.chunks[0].parameters())
 
 
-def test_a_state_is_all_that_training_goes_on_from_and_memory_can_be_given_up() -> None:
-    done = subprocess.run([sys.executable, "-c", STATES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.mark.gloo
+def test_a_state_is_all_that_training_goes_on_from_and_memory_can_be_given_up(
+    tmp_path: Path,
+) -> None:
+    run_ranks(check_states, 1, tmp_path)
