@@ -91,8 +91,9 @@ def print_options(args: argparse.Namespace) -> None:
         print("\n".join(_format_text(option) for option in found))
 
 
+@cache
 def list_options() -> list[Option]:
-    """Return all options of a recipe, in the order of the tree."""
+    """Return all options of a recipe, in the order of the tree; made once in a process."""
     recipes = {name: read_settings(RECIPES_DIR / f"{name}.yaml") for name in list_recipes()}
     return [
         Option(
