@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from mcore_rl.checks.inputs import (
     list_input_checks,
     refuse_missing,
 )
+from mcore_rl.config import AlgorithmConfig
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.shipped import RECIPES_DIR
 from tests.support.stub_inputs import STUB_ROW
@@ -279,8 +281,8 @@ def test_known_algorithms_are_those_that_are_registered() -> None:
 
     for option, registry in (("advantage", advantages), ("loss", losses)):
         for name in registry.names:
-            config = load_recipe("tiny_moe_grpo", [f"algorithm.{option}={name}"])
-            check_algorithm_names(config.algorithm)
+            chosen: dict[str, Any] = {option: name}
+            check_algorithm_names(AlgorithmConfig(**chosen))
         with pytest.raises(ValueError) as error:
             overrides = [f"algorithm.{option}=none of them"]
             check_algorithm_names(load_recipe("tiny_moe_grpo", overrides).algorithm)

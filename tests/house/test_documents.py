@@ -4,6 +4,7 @@ import re
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ def check(words: list[str]) -> None:
         unknown = [word for word in arguments if "=" not in word and word not in targets]
         assert not unknown, f"make has no target {unknown}"
     elif name == "mcore-rl":
-        check_cli(arguments)
+        check_cli(tuple(arguments))
     elif name == "mcore-rl-ckpt":
         check_arguments(make_tools_parser(), name, arguments)
     elif (
@@ -80,8 +81,9 @@ def check_arguments(parser: ArgumentParser, name: str, arguments: list[str]) -> 
         return Namespace()
 
 
-def check_cli(arguments: list[str]) -> None:
-    parsed = check_arguments(make_parser(), "mcore-rl", arguments)
+@cache
+def check_cli(arguments: tuple[str, ...]) -> None:
+    parsed = check_arguments(make_parser(), "mcore-rl", list(arguments))
     settings = getattr(parsed, "settings", [])
     if recipes := [word.removeprefix("recipe=") for word in settings if word.startswith("recipe=")]:
         load_recipe(recipes[0], [word for word in settings if not word.startswith("recipe=")])
