@@ -28,7 +28,9 @@ def test_processes_take_memory_of_their_own() -> None:
     assert find_too_large(config.plan, ranks) == ranks[1:]
 
 
-@pytest.mark.parametrize("gpu_gib", [55, 40, 30])
+@pytest.mark.parametrize(
+    "gpu_gib", [55, *(pytest.param(n, marks=pytest.mark.slow) for n in (40, 30))]
+)
 def test_the_nearest_layout_fits_and_nothing_changes_without_need(gpu_gib: int) -> None:
     config = load_recipe(QWEN, [f"plan.gpu_memory_gib={gpu_gib}"])
     verdict = judge_recipe(config)
@@ -63,7 +65,10 @@ def test_half_a_micro_batch_comes_before_another_layout_if_it_holds_the_longest_
             ["rollout.max_concurrency=2048"],
             {"rollout.max_concurrency"},
         ),
-        (QWEN, ["rollout.tp=1", "rollout.ep=1"], {"rollout.engines", "rollout.tp"}),
+        pytest.param(
+            *(QWEN, ["rollout.tp=1", "rollout.ep=1"], {"rollout.engines", "rollout.tp"}),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_engine_on_the_trainers_gpus_takes_less_if_it_takes_most(

@@ -141,7 +141,7 @@ if __name__ == "__main__":
     ("name", "workers"),
     [
         ("hang", 0),
-        ("hang", 1),
+        pytest.param("hang", 1, marks=pytest.mark.slow),
         pytest.param("hang_async", 0, marks=pytest.mark.slow),
         pytest.param("hang_many", 0, marks=pytest.mark.slow),
     ],

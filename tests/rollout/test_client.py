@@ -284,6 +284,7 @@ def test_lost_engines(engine, others):
     assert time.monotonic() - start < 10.0
 
 
+@pytest.mark.slow
 def test_two_ranks(model, others):
     engine = healthy(others["two_ranks"])
     samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))

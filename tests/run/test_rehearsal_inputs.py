@@ -24,6 +24,8 @@ MODELS = {
     "qwen3_5_35b_a3b": "image_token_id",
 }
 """Model -> the key of config.json that names its placeholder."""
+QUICK = ("qwen2_5_vl_7b", "kimi_vl_a3b")
+"""Models whose inputs `make test` makes."""
 WORDS = ["<|pad|>", "<|end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 
 
@@ -58,7 +60,10 @@ def _pattern(name: str) -> str:
     return ".".join("#" if part.isdigit() else part for part in name.split("."))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS],
+)
 def test_inputs_are_questions_about_pictures(name: str, tmp_path: Path) -> None:
     tiny = tiny_config(read_hf_config(f"recipes/model/{name}"), 2)
     write_inputs(tiny, tmp_path)

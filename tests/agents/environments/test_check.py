@@ -98,6 +98,7 @@ def test_packages_know_what_options_name(kind, options, message):
         check(EnvironmentOptions(kind, options, python=PYTHON))
 
 
+@pytest.mark.slow
 @needs_agents_venv()
 def test_environments_of_packages_pass():
     check(EnvironmentOptions("gymnasium", {"id": "CartPole-v1"}, python=PYTHON))

@@ -31,8 +31,15 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 PATHS = ("chat/completions", "responses", "messages")
 
 
-@pytest.mark.parametrize("after_answer", [False, True])
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("after_answer", "is_streamed"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_openais_client_gets_the_same_completion_after_its_connection_broke(
     after_answer, is_streamed
 ):

@@ -28,6 +28,7 @@ SMALL = KimiVlPatches({**KIMI_VL_PROCESSOR, "in_token_limit": 40})
 SIDES = st.integers(1, 4000)
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_kimi_k25() -> None:
     generator = np.random.default_rng(0)
     sizes = generator.integers(1, 2000, (400, 2)).tolist()

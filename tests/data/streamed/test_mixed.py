@@ -71,9 +71,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "by difficulty": {"weights": (1.0,), "curriculum": GROWING, "rules": BY_DIFFICULTY},
     "by pass rate": {"weights": (3.0, 1.0), "curriculum": BY_PASS_RATE},
 }
+QUICK = ("mixed", "by difficulty")
+"""Those of `make test`."""
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in QUICK else pytest.mark.slow) for kind in OPTIONS],
+)
 @settings(max_examples=settings().max_examples // 4)
 @given(takes=st.lists(st.integers(1, 40), min_size=2, max_size=6), data=st.data())
 def test_a_stream_continues_exactly_wherever_it_was_saved(

@@ -26,15 +26,12 @@ BATCHES = "batches.pt"
 
 Layout = dict[str, Any]
 TWO_RANKS: list[Layout] = [
-    {"tp": 2},
-    {"pp": 2},
-    {"ep": 2},
     {"cp": 2},
     {"tp": 2, "ep": 2},
-    {"tp": 2, "etp": 2},
     {"pp": 2, "vpp": 2},
     {"dp": 2, "ep": 1},
 ]
+MORE_TWO_RANKS: list[Layout] = [{"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "etp": 2}]
 FOUR_RANKS: list[Layout] = [
     {"tp": 2, "ep": 2, "etp": 2},
     {"tp": 2, "pp": 2, "ep": 2},
@@ -96,6 +93,7 @@ def one_process(hf_dir: Path) -> dict[str, Any]:
     "layouts",
     [
         pytest.param(TWO_RANKS, id="two_ranks"),
+        pytest.param(MORE_TWO_RANKS, id="more_two_ranks", marks=pytest.mark.slow),
         pytest.param(FOUR_RANKS, id="four_ranks", marks=pytest.mark.slow),
     ],
 )

@@ -69,6 +69,7 @@ def test_a_rank_that_is_slowed_is_named_after_some_steps(tmp_path: Path) -> None
     assert f"trainer rank {SLOW_RANK}: all ranks wait for it" in event.text
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_ranks_that_are_equally_fast_raise_no_alarm(tmp_path: Path) -> None:
     rows, events = train(tmp_path / "model", slow=-1)

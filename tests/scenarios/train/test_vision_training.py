@@ -166,6 +166,7 @@ def train_factors(
     return largest_changes(actor, before), largest_changes(resumed, copy_weights(actor))
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_factors_train_the_text_beside_a_frozen_tower(folder: Path, tmp_path: Path) -> None:
     [(changes, resumed)] = run_ranks(train_factors, 1, ModelConfig(path=str(folder)), tmp_path)

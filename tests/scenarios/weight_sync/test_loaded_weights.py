@@ -62,8 +62,16 @@ def link(stage: ThreadStage, *, staged: bool = True, loaded: bool = True) -> Syn
     return controller
 
 
-@pytest.mark.parametrize("staged", [True, False], ids=["staged", "in place"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "staged"),
+    [
+        (torch.bfloat16, True),
+        (torch.float32, False),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
+        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_what_both_sides_loaded_alike_is_taken(dtype: torch.dtype, staged: bool) -> None:
     """Trainer ranks hold float32, from which both sides round to bfloat16 alike."""
     with open_thread_stage(2, 1, dtype=dtype, sizes=SIZES) as stage:

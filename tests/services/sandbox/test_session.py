@@ -85,7 +85,10 @@ DEAF = "import signal\nsignal.signal(2, signal.SIG_IGN)\nwhile True: pass"
     ("kind", "source", "error"),
     [
         ("python", DEAF, "no end within 1 s"),
-        ("bash", "trap '' INT; while :; do :; done", "no end within 1 s"),
+        pytest.param(
+            *("bash", "trap '' INT; while :; do :; done", "no end within 1 s"),
+            marks=pytest.mark.slow,
+        ),
         ("bash", "yes", "more than 16 KiB of output"),
         ("python", "import os; os._exit(5)", "the session ended with status 5"),
         ("bash", "exit 5", "the session ended with status 5"),

@@ -45,6 +45,7 @@ def doctors() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_check_whose_process_crashes_fails_with_its_last_output(tmp_path: Path) -> None:
     unknown = Check("no such check", never)
     result = run_check(Stage("sync", "", (unknown,)), unknown, tmp_path)

@@ -91,6 +91,7 @@ def test_lengths_that_the_user_gives_stay(tmp_path: Path) -> None:
     assert simulated.response_len > 2000
 
 
+@pytest.mark.slow
 def test_lengths_before_the_cut_are_found_where_many_were_cut(tmp_path: Path) -> None:
     cut = ("rollout.max_response_len=500", "simulate.prompt_share=0", "simulate.prompt_len=100")
     lens = ("simulate.response_len=900", "simulate.response_spread=0.9")

@@ -80,6 +80,7 @@ def mean_s(ways: Sequence[EffectiveTime], kind: str, causes: Sequence[str]) -> f
     return total_s / sum(way.counts[kind] for way in ways)
 
 
+@pytest.mark.slow
 def test_costs_of_failures_change_nothing_without_them() -> None:
     names = ("seconds", "step_s", "phases_s", "engines_busy", "trainer_busy")
     other = ("notice_s=99", "replace_s=99", "restart_s=99", "engine_restart_s=99", "storage_gbps=1")
@@ -109,6 +110,7 @@ def test_one_slow_rank_slows_all_and_costs_effective_time() -> None:
     assert share > 0.1 and found[0].partner_memory.shares["slow ranks and engines"] == 0
 
 
+@pytest.mark.slow
 def test_recoveries_and_checkpoints_grow_with_bytes_and_shrink_with_speed() -> None:
     simulated, plan = SimulateConfig(), PlanConfig()
     small, large = (RecoveryCosts.make(b, simulated, plan, 0.7) for b in (1e9, 10e9))

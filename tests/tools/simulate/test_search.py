@@ -27,6 +27,7 @@ def test_splits_use_all_gpus_and_the_fastest_comes_first() -> None:
     assert len({split.settings["rollout.tp"] for split in splits}) > 1
 
 
+@pytest.mark.slow
 def test_on_shared_gpus_both_have_all() -> None:
     splits, _ = splits_of("qwen3_30b_a3b_grpo_8", 16)
     assert {(s.num_trainer_gpus, s.num_engine_gpus) for s in splits} == {(16, 16)}

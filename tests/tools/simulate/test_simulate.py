@@ -107,6 +107,7 @@ def test_lost_machines_cost_their_samples_but_no_prompt(mode: str) -> None:
     assert summary["steps"] == 30
 
 
+@pytest.mark.slow
 def test_a_run_that_can_never_save_gives_up_and_says_what_to_change() -> None:
     with pytest.raises(RuntimeError, match=r"lost 1000 times.*simulate\.mtbf_hours=0\.001"):
         run("simulate.mtbf_hours=0.001", "run.recovery.partner=none", "simulate.restart_s=1")
@@ -127,6 +128,7 @@ def test_other_recipes(recipe: str, overrides: Sequence[str]) -> None:
     assert 0 < summary["trainer_busy"] < 1 and 0 < summary["engines_busy"] <= 1
 
 
+@pytest.mark.slow
 def test_slow_engines_and_long_rewards_slow_the_run(in_turns: SimulationResult) -> None:
     slow = run("rollout.mode=sync", "simulate.slow_share=0.25", "simulate.slowdown=3").summary
     assert slow["phases_s"]["rollout"] > 1.5 * in_turns.summary["phases_s"]["rollout"]

@@ -92,7 +92,7 @@ def with_features(recompute: str) -> tuple[list[str], Tensor, Tensor]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.slow)])
 def test_layers_that_do_nothing_add_all_features(recompute: str) -> None:
     kinds, added, gradient = run_alone(with_features, recompute)
     assert kinds == [DeepstackLayer.__name__] * 4

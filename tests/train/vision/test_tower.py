@@ -111,7 +111,7 @@ def trained_names(part: str) -> list[str]:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("part", ["all", "projector", "none"])
+@pytest.mark.parametrize("part", [pytest.param("all", marks=pytest.mark.slow), "projector", "none"])
 def test_only_the_chosen_part_is_trained(part: str) -> None:
     names = run_alone(trained_names, part)
     tower = {name.split(".")[1] for name in names if name.startswith("visual.")}
