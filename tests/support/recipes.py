@@ -16,8 +16,6 @@ SAMPLE = {
     "deepseek_v3_grpo_256": "experts in FP8 on hundreds of GPUs",
     "mixtral_8x7b_ppo_16": "a critic",
     "qwen2_5_vl_7b_grpo_8": "a dense model that sees images",
-    "qwen3_30b_a3b_lora_1": "low-rank factors on one GPU",
-    "qwen3_30b_a3b_search_16": "agents",
 }
 """The large recipes of `make test`, and what each has that the others lack."""
 LARGE_BY_LANE = [

@@ -48,6 +48,8 @@ SPLITS = [("one row", 3), ("two rows", 1), ("two rows", 2), ("a row a token", 3)
 """(cut, number of micro-batches), to which the rows are dealt in turn."""
 LOSS = AlgorithmConfig(clip_low=0.1, clip_high=0.15, tau_positive=1.2, tau_negative=1.7)
 CORRECTION = CorrectionConfig(low=0.3, high=1.3)
+QUICK = ("ppo_clip", "gspo", "clip_cov", "dppo_kl", "vespo")
+"""Losses that `make test` combines with every correction; they differ in what they sum up."""
 REJECT_ABOVE = {
     "none": (0.0, 0.0),
     "token": (0.3, 0.03),
@@ -158,7 +160,10 @@ def check_invariance(config: AlgorithmConfig) -> None:
         )
 
 
-@pytest.mark.parametrize("loss", losses.names)
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in losses.names],
+)
 def test_losses_with_any_correction_do_not_depend_on_rows(loss: str) -> None:
     estimators = cycle(("k1", "k2", "k3"))
     normalize = cycle((False, True))
