@@ -50,10 +50,11 @@ def settings_of(shapes: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(("parallel.pp=2",), id="pp", marks=pytest.mark.slow),
+        pytest.param(("parallel.pp=2",), id="pp"),
         pytest.param(("parallel.tp=2", "train.vision=all", "eval.data=[]"), id="tp"),
     ],
 )

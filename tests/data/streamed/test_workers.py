@@ -54,7 +54,7 @@ def test_a_conversation_that_cannot_be_rendered_is_found(workers: TokenWorkers) 
         assert "content" in error
 
 
-@pytest.mark.parametrize("is_busy", [True, False])
+@pytest.mark.parametrize("is_busy", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_is_reported(tokenizer_dir: Path, is_busy: bool) -> None:
     others = forked_processes()
     workers = TokenWorkers(partial(load_tokenizer, str(tokenizer_dir), "model.path"), 1)

@@ -230,6 +230,7 @@ def test_each_token_has_the_logprob_that_its_version_gives_it(
     assert errors["named"] < TOLERANCE < 0.01 < errors["other"]
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_not_flushed_is_noticed(
     swapped: Swapped, monkeypatch: pytest.MonkeyPatch
 ) -> None:

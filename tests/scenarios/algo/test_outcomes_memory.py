@@ -77,6 +77,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
 
 
+@pytest.mark.slow
 def test_the_peak_of_gae_is_that_of_its_tokens() -> None:
     """A block takes a few times 8 MiB, 48,760 tokens 0.4 MB; padded, each tensor is 524 MB."""
     command = [sys.executable, "-c", MEASURED]

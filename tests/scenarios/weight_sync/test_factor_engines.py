@@ -42,7 +42,9 @@ CASES = [
     pytest.param(
         "deepseek_v3", {"tp": 2, "pp": 2, "ep": 2}, True, id="fp8", marks=pytest.mark.slow
     ),
-    pytest.param("qwen3_moe", {"tp": 2, "pp": 2, "ep": 2}, False, id="tp_pp_ep"),
+    pytest.param(
+        "qwen3_moe", {"tp": 2, "pp": 2, "ep": 2}, False, id="tp_pp_ep", marks=pytest.mark.slow
+    ),
     pytest.param(
         "qwen3_moe", {"tp": 2, "etp": 2, "ep": 2}, False, id="etp", marks=pytest.mark.slow
     ),
