@@ -41,7 +41,7 @@ from mcore_rl.train.experts.layer import use_grouped_products
 from mcore_rl.train.hybrid import make_hybrid_chunk
 from mcore_rl.train.mtp.layers import make_mtp_block
 from mcore_rl.train.router import TokenWeightedRouter
-from mcore_rl.train.sparse.indexer import adapt_sparse_attention
+from mcore_rl.train.sparse.attention import adapt_sparse_attention
 from mcore_rl.train.transformer_config import rotary_options
 from mcore_rl.train.vision.model import DeepstackLayer, VisionLanguageModel
 from mcore_rl.weights.hf.config import pad_vocab_size

@@ -46,8 +46,8 @@ from mcore_rl.train.routing import Routing, load_metrics
 from mcore_rl.train.runtime import is_on_last_stage, rank_coordinate
 from mcore_rl.train.schedule import OutputFn, Report, run_schedule
 from mcore_rl.train.shared_attention import SharedAttention
+from mcore_rl.train.sparse.attention import train_indexers
 from mcore_rl.train.sparse.choices import KeyChoices
-from mcore_rl.train.sparse.indexer import train_indexers
 from mcore_rl.train.stats import peak_memory, reduce_sums
 from mcore_rl.train.storage import Storage
 from mcore_rl.train.transformer_config import make_transformer_config, token_multiple

@@ -28,7 +28,7 @@ NOT_REPLACED = {
     ("mcore_rl.tools.completion", "answer_shell"): "an attribute that argcomplete documents",
     ("mcore_rl.device.probes", "release_and_resume"): "a setting that its package documents",
     ("mcore_rl.services.sandbox.notebook", "run_cell"): "an entry under a name of our own",
-    ("mcore_rl.train.sparse.indexer", "train_indexers"): "an attribute that megatron-core reads",
+    ("mcore_rl.train.sparse.attention", "train_indexers"): "an attribute that megatron-core reads",
     ("mcore_rl.train.mtp.layers", "make_mtp_block"): "a field of a spec of ours",
     ("mcore_rl.train.mtp.layers", "_adapt"): "a field of a copy of a spec",
     ("mcore_rl.process.user_files", ""): "a finder for modules under a name of our own",

@@ -88,7 +88,7 @@ TRAINING: tuple[Patch, ...] = (
         "::test_products_and_gradients_are_those_of_each_expert",
     ),
     Patch(
-        "mcore_rl.train.sparse.indexer:_adapt_core",
+        "mcore_rl.train.sparse.attention:_adapt_core",
         (
             f"{_CORE}.transformer.spec_utils.ModuleSpec.module",
             f"{_CORE}.transformer.experimental_attention_variant.dsa"

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mcore_rl.train.sparse.indexer import with_float32_output
+from mcore_rl.train.sparse.attention import with_float32_output
 
 
 class Linear(torch.nn.Linear):
