@@ -191,8 +191,7 @@ def _add_adapters(command: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace, merge: Merge) -> None:
     from mcore_rl.rollout.engine_spec import EngineSpec
     from mcore_rl.rollout.served_models import find_dtype
-    from mcore_rl.run.served_adapters import make_slots
-    from mcore_rl.run.serving import find_model, make_serving_keys, run_server
+    from mcore_rl.run.serving import find_model, make_serving_keys, make_slots, run_server
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")

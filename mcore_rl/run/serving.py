@@ -4,15 +4,21 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.network import open_directly, refuse_open_door
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
+from mcore_rl.rollout.adapters import AdapterSlots
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.weight_sync.adapter.serving import SET_UP
 from mcore_rl.weights.hf.config import parse_hf_config, with_text_settings
+from mcore_rl.weights.lora.base import compute_base_sum
+from mcore_rl.weights.lora.places import FIRST
+from mcore_rl.weights.lora.served import list_served_modules
+from mcore_rl.weights.lora.served_files import check_served
 from mcore_rl.weights.models import refuse_unsupported
 from mcore_rl.weights.models.settings import drop_quantization
 
@@ -45,6 +51,28 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
         )
     print(merge(path, source_hf, merged))
     return merged
+
+
+def make_slots(given: Sequence[str], model: Path, pp: int) -> AdapterSlots | None:
+    """Return the adapters that "<name>=<directory>" name; None: there are none.
+
+    Raises ValueError naming what cannot be served.
+    """
+    if not given:
+        return None
+    if pp > 1:
+        raise ValueError(f"--adapter with --pp={pp}: engines load adapters with --pp=1 alone")
+    folders: dict[str, str] = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not equals or not name or name in folders:
+            raise ValueError(f"--adapter={each}: give NAME=DIR, each name once")
+        folders[name] = folder
+    base, hf_config = compute_base_sum(model), parse_hf_config(model)
+    adapters = [check_served(Path(each), base, hf_config, model) for each in folders.values()]
+    names = {key[: -len(FIRST)] for adapter in adapters for key in adapter.shapes}
+    rank = max(adapter.rank for adapter in adapters)
+    return AdapterSlots(tuple(folders), rank, list_served_modules(names), SET_UP, folders=folders)
 
 
 def make_serving_keys(key_file: Path | None, host: str) -> ServerKeys:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_rl.run.served_adapters import make_slots
+from mcore_rl.run.serving import make_slots
 from mcore_rl.weights.hf.config import parse_hf_config
 from mcore_rl.weights.lora.base import compute_base_sum
 from mcore_rl.weights.lora.facts import AdapterFacts

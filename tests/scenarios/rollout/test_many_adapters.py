@@ -25,7 +25,7 @@ from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions
-from mcore_rl.run.served_adapters import make_slots
+from mcore_rl.run.serving import make_slots
 from mcore_rl.types import EpisodeRecord, Prompt
 from mcore_rl.weights.hf.config import ModelFacts, parse_hf_config
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes

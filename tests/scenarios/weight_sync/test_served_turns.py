@@ -13,7 +13,7 @@ from mcore_rl.cluster.adapter_slots import make_adapter_slots
 from mcore_rl.config import AdapterConfig, Config, LoraConfig
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.run.served_adapters import make_slots
+from mcore_rl.run.serving import make_slots
 from mcore_rl.weight_sync.controller.factor_sync import choose_factors
 from mcore_rl.weight_sync.controller.sync import SyncController
 from mcore_rl.weights.hf.config import ModelFacts
