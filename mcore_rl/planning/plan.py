@@ -6,7 +6,7 @@ With --detail, tables follow: the memory of ranks, and the traffic of a weight s
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +20,7 @@ from mcore_rl.config import (
     RolloutConfig,
     TrainConfig,
 )
+from mcore_rl.config.run import RecoveryConfig
 from mcore_rl.planning.adapter_memory import (
     explain_engines,
     explain_frozen,
@@ -30,13 +31,14 @@ from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.gpus import find_gpus
 from mcore_rl.planning.host_memory import StoreMemory, explain_servers
 from mcore_rl.planning.kept_state import explain_kept_states, predict_kept_states
+from mcore_rl.planning.memory import predict_memory
 from mcore_rl.planning.peak_memory import RankMemory
 from mcore_rl.planning.peak_memory import encode_ranks as memory_as_json
 from mcore_rl.planning.recipe_models import PlannedRun
-from mcore_rl.planning.smaller_memory import explain_smallest
 from mcore_rl.planning.suggest import GIB, count_available
 from mcore_rl.planning.sync import make_comparison_table, make_flows_table
-from mcore_rl.planning.verdict import PlanVerdict, judge_recipe
+from mcore_rl.planning.verdict import PlanVerdict, judge, judge_recipe
+from mcore_rl.process.kept_memory import NUM_COPIES
 
 
 def make_memory_table(plan: PlanConfig, ranks: Sequence[RankMemory]) -> Table:
@@ -203,3 +205,36 @@ def _make_tables(model_path: str, verdict: PlanVerdict) -> list[Table]:
         make_flows_table(model_path, sync.deployment, sync.traffic, sync.summary),
         make_comparison_table(sync.summary),
     ]
+
+
+def explain_smallest(run: PlannedRun, recovery: RecoveryConfig) -> str:
+    """Return a sentence on the ranks of the smallest layout; "" if the run may not become smaller.
+
+    Their shares of the optimizer are larger, on the GPU and in the host memory of states.
+    """
+    if recovery.min_dp is None:
+        return ""
+    smallest = replace(run, parallel=_find_smallest(run.parallel, recovery.min_dp, "parallel"))
+    if run.critic is not None:
+        parallel = _find_smallest(run.critic.parallel, recovery.min_dp, "critic.parallel")
+        smallest = replace(smallest, critic=replace(run.critic, parallel=parallel))
+    _, sentence = judge(run.plan, predict_memory(smallest, "trainer"))
+    kept = predict_kept_states(smallest, recovery)
+    host = NUM_COPIES * max(state.rank_bytes for state in kept) / GIB
+    return (
+        f"With run.recovery.min_dp={recovery.min_dp}, a run that lost nodes may go on with"
+        f" parallel.dp={smallest.parallel.dp_size}, each rank with {host:.1f} GiB of states in host"
+        f" memory; this {sentence}"
+    )
+
+
+def _find_smallest(parallel: ParallelConfig, min_dp: int, group: str) -> ParallelConfig:
+    """Return the layout of the smallest legal data-parallel size from `min_dp` on."""
+    for dp in range(min_dp, parallel.dp_size):
+        smaller = replace(parallel, dp=dp)
+        try:
+            smaller.check(group)
+        except ValueError:
+            continue
+        return smaller
+    return parallel
