@@ -223,12 +223,13 @@ def test_a_checkpoint_holds_factors_and_the_value_head_alone(
     assert not any("word_embeddings" in key or "linear_" in key for key in model_keys)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "layouts",
     [
         pytest.param(LAYOUTS[:1], id="experts"),
-        pytest.param(LAYOUTS[1:], id="further", marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[1:], id="further"),
     ],
 )
 def test_layouts_agree_and_resume_in_each_other(
