@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mcore_rl.config.training import ExpertGemm
-from mcore_rl.train.experts.layer import use_grouped_products
+from mcore_rl.train.grouped_experts import use_grouped_products
 from mcore_rl.train.router import TokenWeightedRouter
 from mcore_rl.weights.hf.config import pad_vocab_size
 from mcore_rl.weights.layouts.megatron import list_chunk_layers

@@ -37,7 +37,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from mcore_rl.config.training import ExpertGemm
-from mcore_rl.train.experts.layer import use_grouped_products
+from mcore_rl.train.grouped_experts import use_grouped_products
 from mcore_rl.train.hybrid import make_hybrid_chunk
 from mcore_rl.train.mtp.layers import make_mtp_block
 from mcore_rl.train.router import TokenWeightedRouter

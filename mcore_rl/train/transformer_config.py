@@ -16,7 +16,7 @@ from mcore_rl.config import ParallelConfig, TrainConfig
 from mcore_rl.config.training import WHOLE_LAYERS
 from mcore_rl.device import megatron_options
 from mcore_rl.device.upstream import refuse_unavailable
-from mcore_rl.train.experts.layer import check_grouped_products
+from mcore_rl.train.grouped_experts import check_grouped_products
 from mcore_rl.train.hybrid import find_missing_kernels
 from mcore_rl.weights.hf.config import moe_layers
 from mcore_rl.weights.models import family_of

@@ -61,7 +61,7 @@ TRAINING: tuple[Patch, ...] = (
         runs=Times.IN_STEPS,
         switch="`train.expert_gemm=separate`, the default",
         opt_in=True,
-        test="tests/train/experts/test_layer.py::test_a_rank_with_all_experts_reads_nothing_back",
+        test="tests/train/test_grouped_experts.py::test_a_rank_with_all_experts_reads_nothing_back",
     ),
     Patch(
         "mcore_rl.train.hybrid:_make_experts",
@@ -75,8 +75,12 @@ TRAINING: tuple[Patch, ...] = (
         test="tests/train/test_router.py::test_without_given_experts_the_best_are_taken",
     ),
     Patch(
-        "mcore_rl.train.experts.layer:use_grouped_products",
-        (f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.experts",),
+        "mcore_rl.train.grouped_experts:use_grouped_products",
+        (
+            f"{_CORE}.transformer.moe.moe_layer.MoESubmodules.experts",
+            f"{_CORE}.transformer.moe.experts.GroupedMLPSubmodules.linear_fc1",
+            f"{_CORE}.transformer.moe.experts.GroupedMLPSubmodules.linear_fc2",
+        ),
         by="the experts by ones whose products are a launch each, by torch's grouped_mm",
         reason="Transformer Engine's grouped layer launches a product for each expert, and its op"
         " fuser has kernels for gated activations on Blackwell alone",
@@ -84,7 +88,7 @@ TRAINING: tuple[Patch, ...] = (
         runs=Times.IN_STEPS,
         switch="`train.expert_gemm=separate`, the default",
         opt_in=True,
-        test="tests/train/experts/test_grouped_linear.py"
+        test="tests/train/test_grouped_linear.py"
         "::test_products_and_gradients_are_those_of_each_expert",
     ),
     Patch(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mcore_rl.cpu.te_workalike import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from mcore_rl.device import device, has_cuda
-from mcore_rl.train.experts.grouped_linear import (
+from mcore_rl.train.grouped_experts import (
     multiply_by_expert,
     view_as_one,
     with_grouped_products,

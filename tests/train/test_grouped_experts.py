@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from mcore_rl.config import ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from mcore_rl.train.actor import Actor
-from mcore_rl.train.experts.layer import GroupedExperts
+from mcore_rl.train.grouped_experts import GroupedExperts
 from mcore_rl.train.transformer_config import make_transformer_config
 from mcore_rl.types import StepStats
 from mcore_rl.weights.hf.config import read_hf_config
@@ -29,7 +29,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=1.0, eps=1e-4)
 """With a smaller eps, Adam would make a whole step of the rounding of a gradient near 0."""
 GROUPED = {"expert_gemm": "grouped_mm"}
 READERS = {"tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"}
-EXPERTS = ("/moe/experts.py", "/moe/token_dispatcher.py", "/train/experts/")
+EXPERTS = ("/moe/experts.py", "/moe/token_dispatcher.py", "/train/grouped_experts.py")
 
 
 def step(actor: Actor) -> StepStats | None:

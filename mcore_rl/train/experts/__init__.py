@@ -1,1 +1,0 @@
-"""Experts whose products are few launches, and whose counts of rows stay on the device."""
