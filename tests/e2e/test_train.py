@@ -157,7 +157,7 @@ def assert_engine_agrees(run: Run, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("case", ["evaluated"])
-def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], case: str) -> None:
+def test_train_eval_export_and_report(runs: StartedAhead[Run], case: str) -> None:
     run = runs.take(case)
     run.wait_until(run.metrics, "metrics")
     listening = dict(listening_sockets(run.processes()))
@@ -166,7 +166,7 @@ def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], cas
     assert_engine_agrees(run, num_steps=3)
     run.assert_nothing_left()
     assert "kl/ref" in steps_of(run)[-1]
-    evaluations = [line for line in run.metrics() if "eval/greedy_accuracy" in line]
+    evaluations = evaluations_of(run)
     assert [line["step"] for line in evaluations] == [0, 2, 3]
     assert all("eval/pass_at_2" in line for line in evaluations)
     summary = json.loads((run.run_dir / "summary.json").read_text())
@@ -177,10 +177,20 @@ def test_train_eval_export_and_report(start: Start, runs: StartedAhead[Run], cas
     sampled = sum(line["rollout/samples"] for line in steps_of(run))
     assert balance.samples["trained"] + sum(balance.left_out.values()) == sampled
 
+
+def evaluations_of(run: Run) -> list[dict[str, float]]:
+    return [line for line in run.metrics() if "eval/greedy_accuracy" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["evaluated"])
+def test_an_export_answers_as_its_run_did(start: Start, runs: StartedAhead[Run], case: str) -> None:
+    run = runs.take(case)
+    assert run.finish() == 0, run.tail()
     after = start("eval", f"model.path={run.run_dir / 'hf'}", "eval.every_steps=0")
     assert after.finish() == 0, after.tail()
     exported = [line for line in after.metrics("eval") if "eval/greedy_accuracy" in line][-1]
-    assert exported["eval/greedy_accuracy"] == evaluations[-1]["eval/greedy_accuracy"]
+    assert exported["eval/greedy_accuracy"] == evaluations_of(run)[-1]["eval/greedy_accuracy"]
 
 
 def load_hf(folder: Path) -> dict[str, torch.Tensor]:

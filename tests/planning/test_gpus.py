@@ -88,6 +88,7 @@ def test_served_models_on_gpus_of_their_own_count() -> None:
     assert load(*judged, *score, "~parallel.dp", "cluster.gpus=40").parallel.dp == 8
 
 
+@pytest.mark.slow
 def test_no_layout_beyond_the_budget_is_suggested() -> None:
     def suggest(*overrides: str) -> int | None:
         """Return the GPUs of the layout that is suggested."""

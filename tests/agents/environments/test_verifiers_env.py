@@ -130,6 +130,7 @@ def task_of(url, number):
     return {"messages": [], "index": number, "gateway_url": url, "gateway_key": f"key{number}"}
 
 
+@pytest.mark.slow
 @needs_agents_venv()
 def test_a_gateway_that_is_not_there_is_an_error_of_the_environment(run):
     (result,) = run("http://127.0.0.1:9", 0)

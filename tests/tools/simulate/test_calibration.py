@@ -81,6 +81,7 @@ def test_predictions_of_another_mode_and_batch_are_near(tmp_path: Path) -> None:
     assert predicted["step_s"] == pytest.approx(truth["step_s"], rel=0.2)
 
 
+@pytest.mark.slow
 def test_lengths_that_the_user_gives_stay(tmp_path: Path) -> None:
     measured_run(tmp_path, recipe("rollout.mode=sync", "simulate.steps=2"))
     given = recipe("simulate.response_len=123")

@@ -58,6 +58,7 @@ def test_a_run_goes_on_after_the_step_that_it_starts_from(
     assert not asyncio.all_tasks(clock.loop)
 
 
+@pytest.mark.slow
 def test_engines_of_a_host_have_one_collector(clock: VirtualTime, tmp_path: Path) -> None:
     on_hosts = {"plan.ranks_per_host=8": 2, "plan.ranks_per_host=4": 4, "plan.ranks_per_host=16": 1}
     for setting, num_collectors in on_hosts.items():
