@@ -15,25 +15,31 @@ from mcore_rl.weights.hf.config import (
     with_text_settings,
 )
 from mcore_rl.weights.hf.int4 import is_int4
+from mcore_rl.weights.hf.packing import find_packing
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from mcore_rl.weights.models import FAMILIES, family_of, hf_tensor_shapes, refuse_unsupported
-from mcore_rl.weights.models.settings import drop_quantization
+from mcore_rl.weights.models.settings import drop_quantization, refuse_quantized
 from mcore_rl.weights.models.table import Family, HfConfig, Shape
 
 WRONG_SETTING = (LookupError, TypeError, AttributeError, ArithmeticError)
 """Exceptions that a family's functions may raise on settings of a wrong type or size."""
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path, *, takes_fp8: bool = False) -> dict[str, Any]:
     """Return config.json of a model that mcore_rl supports.
 
+    takes_fp8   the weights may be in block FP8, too, which the caller decodes
     Raises ValueError with the file and the setting that is wrong or not supported.
     """
+    file = folder / "config.json"
     try:
         config = read_hf_config(folder)
         hf_tensor_shapes(config)
+        whole = with_text_settings(parse_hf_config(folder))
+        if not takes_fp8 and find_packing(whole) == "fp8":
+            refuse_quantized(whole, file)
     except WRONG_SETTING as error:
-        raise ValueError(f"{folder / 'config.json'}: a setting is damaged: {error!r}") from error
+        raise ValueError(f"{file}: a setting is damaged: {error!r}") from error
     return config
 
 

@@ -75,7 +75,7 @@ def lora_to_peft(checkpoint: Path, source_hf: Path, out: Path, name: str = "") -
     Raises ValueError with the file or tensor that is wrong, or if `source_hf` is another base.
     """
     refuse_existing(out)
-    config = read_config(source_hf)
+    config = read_config(source_hf, takes_fp8=True)
     facts, factors, head = _read_checkpoint(checkpoint, name)
     if head is not None:
         raise ValueError(
@@ -113,7 +113,7 @@ def merge_lora(
     """
     begun = time.monotonic()
     refuse_existing(out)
-    read_config(source_hf)
+    read_config(source_hf, takes_fp8=True)
     source = facts = ModelFacts.read(source_hf)
     added = _read_any(adapter, facts, name)
     if added.head is not None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from checkpoint_tools.assembly import Assembly, whole
+from checkpoint_tools.assembly import whole
 from checkpoint_tools.foreign_keys import drop_tensors
 from checkpoint_tools.hf import open_hf, open_plain, read_index
 from checkpoint_tools.hf_model import read_config
@@ -13,13 +13,21 @@ from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.megatron_model import choose_config, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
 from checkpoint_tools.options import Effort
+from checkpoint_tools.output import Made
+from checkpoint_tools.packed import Packed, find_packed, list_stored_names
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
 from checkpoint_tools.torch_dist import model_tensors, open_torch_dist
-from mcore_rl.weights.hf.config import parse_hf_config, set_dtype, without_trained_mtp
+from mcore_rl.weights.hf.config import (
+    parse_hf_config,
+    set_dtype,
+    with_text_settings,
+    without_trained_mtp,
+)
 from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.int4 import SHAPE
+from mcore_rl.weights.hf.packing import find_packing
 from mcore_rl.weights.lora.facts import read_adapters
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.settings import put_quantization_back
@@ -50,7 +58,7 @@ def to_hf(
     refuse_existing(out)
     if optimizer is not None:
         refuse_existing(optimizer)
-    config = read_config(source_hf)
+    config = read_config(source_hf, takes_fp8=True)
     _refuse_factors(checkpoint)
     [source] = drop_tensors([open_torch_dist(checkpoint)], leave_out)
     tensors = {tensor.key: tensor for tensor in model_tensors(source)}
@@ -58,12 +66,12 @@ def to_hf(
     packed = _find_int4(source_hf, dtype) if int4 else {}
     if packed:
         dtype = next(iter(packed.values())).dtype
-    assemblies = hf_assemblies(tensors.values(), config, dtype, checkpoint)
+    assemblies: dict[str, Made] = {**hf_assemblies(tensors.values(), config, dtype, checkpoint)}
     sources = [source]
     if packed or (family_of(config).carried(config) and has_weights(source_hf)):
         untrained = open_hf(source_hf) if packed else open_plain(source_hf)
         sources.append(untrained)
-        assemblies |= _list_carried(untrained, config, assemblies)
+        assemblies |= _list_carried(untrained, config, assemblies, dtype)
         shapes = {name + SHAPE for name in packed}
         assemblies |= {name: whole(untrained.tensors[name].chunks[0]) for name in shapes}
     plain = without_trained_mtp(config)
@@ -108,26 +116,39 @@ def _find_int4(source_hf: Path, dtype: str | None) -> dict[str, Chunk]:
 
 
 def _list_carried(
-    checkpoint: Checkpoint, config: HfConfig, merged: Mapping[str, Assembly]
-) -> dict[str, Assembly]:
+    checkpoint: Checkpoint, config: HfConfig, merged: Mapping[str, Made], dtype: str | None
+) -> dict[str, Made]:
     """Return the tensors that Megatron does not train, such as multi-token prediction layers.
 
-    Those that the directory has as a copy of another are taken from `merged`.
+    Those that the directory has as a copy of another are taken from `merged`; those that it has in
+    FP8 are decoded, to `dtype` or else bfloat16.
     """
+    decoded = _find_fp8(checkpoint, dtype or "bfloat16")
+    halves = list_stored_names(decoded)
     family = family_of(config)
     copies = family.copies(config)
     left_out = family.find_left_out(config)
-    carried: dict[str, Assembly] = {}
+    carried: dict[str, Made] = {}
     for name, tensor in checkpoint.tensors.items():
         if not family.is_carried(config, name):
             continue
         original = copies.get(name)
-        if original is None:
+        if name in halves:
+            carried |= {name: decoded[name]} if name in decoded else {}
+        elif original is None:
             carried[name] = whole(tensor.chunks[0])
         else:
             original = family.tied[original] if original in left_out else original
             carried[name] = replace(merged[original], name=name)
     return carried
+
+
+def _find_fp8(checkpoint: Checkpoint, dtype: str) -> dict[str, Packed]:
+    """Return the matrices that a directory has in block FP8, by name."""
+    config = with_text_settings(parse_hf_config(checkpoint.folder))
+    if find_packing(config) != "fp8":
+        return {}
+    return find_packed(config, checkpoint.tensors, dtype, checkpoint.folder / "config.json")
 
 
 def has_weights(folder: Path) -> bool:

@@ -18,7 +18,8 @@ from checkpoint_tools.support.parts import DENSE_MLP, has_dense_layers, is_silen
 from checkpoint_tools.support.tables import RowMatch, compare_rows, find_nearest, read_with
 from mcore_rl.weights.hf.config import parse_hf_config, with_text_settings
 from mcore_rl.weights.hf.fp8 import find_scaled_name
-from mcore_rl.weights.hf.int4 import find_quantization, is_int4
+from mcore_rl.weights.hf.int4 import find_quantization
+from mcore_rl.weights.hf.packing import find_packing
 from mcore_rl.weights.models import FAMILIES, REFUSED, refuse_unsupported
 from mcore_rl.weights.models.settings import DEQUANTIZABLE, drop_quantization
 from mcore_rl.weights.models.table import Shape
@@ -136,8 +137,9 @@ def _describe_weights(config: Mapping[str, Any]) -> str:
     settings = find_quantization(config)
     if settings is None:
         return "plain"
-    if is_int4(config):
-        return "INT4, which is read as it is"
+    packing = find_packing(config)
+    if packing != "plain":
+        return f"{packing.upper()}, which is read as it is"
     method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if method in DEQUANTIZABLE:
         return f"{method}: write them in bfloat16 with mcore-rl-ckpt dequantize"

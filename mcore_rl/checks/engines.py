@@ -48,7 +48,7 @@ def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts)
         "the model has sparse attention": "index_topk" in sizes,
         "the model has linear attention": bool({"mamba_heads", "delta_key_heads"} & sizes.keys()),
         "the model sees images": policy.has_tower,
-        "the weights are kept in INT4": bool(policy.int4),
+        "its files have packed weights (INT4 or FP8)": policy.is_packed,
     }
     if rollout.speculate == "mtp":
         count = policy.family.mtp_layers(policy.config)

@@ -410,8 +410,8 @@ def engine_spec(
     can_release_memory   engines are on the trainer ranks' GPUs
     adapters             that engines serve beside the policy's weights
 
-    Engines of random, quantized or INT4 models start with dummy weights; the first weight sync
-    brings the real weights, in bfloat16 from ranks that read INT4.
+    Engines of random, quantized or packed models start with dummy weights; the first weight sync
+    brings the real weights, from ranks that decode INT4 and FP8 files as they read them.
     """
     return EngineSpec(
         model_path=model.path,
@@ -447,9 +447,9 @@ def _list_weight_arguments(model: ModelConfig, is_fp8: bool, policy: ModelFacts)
     """Return SGLang's arguments for the weights that an engine starts with."""
     # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
     arguments = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or policy.int4 or model.init == "random":
+    if is_fp8 or policy.is_packed or model.init == "random":
         arguments += ["--load-format", "dummy"]
-    if is_fp8 or policy.int4:
+    if is_fp8 or policy.is_packed:
         quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
         arguments += ["--json-model-override-args", quantized]
     return arguments

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from mcore_rl.config import CriticLoraConfig, LoraConfig, ParallelConfig
 from mcore_rl.planning.deployment import make_deployment
 from mcore_rl.planning.recipe_models import PlannedRun, shares_frozen
-from mcore_rl.weights.box import itemsize
-from mcore_rl.weights.hf.int4 import GROUP, SCALE_DTYPE
+from mcore_rl.weights.box import Box, itemsize
+from mcore_rl.weights.hf.low_precision import Precision, is_rounded
+from mcore_rl.weights.hf.packing import Packing, count_packed_bytes
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
 from mcore_rl.weights.lora.facts import is_of_expert, sends_factors, serves_adapter
@@ -25,8 +26,6 @@ from mcore_rl.weights.models.table import HfConfig, HfTensor, Rule
 from mcore_rl.weights.models.value_head import add_value_head, has_value_head
 
 GIB = 2**30
-_INT4_BYTES = 1 / 2 + itemsize(SCALE_DTYPE) / GROUP
-"""A number in INT4 takes so many, with its part of a scale."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +109,14 @@ def _count_factor(tensor: HfTensor, axes: Mapping[str, int], rank: int) -> int:
 
 
 def list_frozen_bytes(run: PlannedRun) -> list[int]:
-    """Return the bytes of W0 in host memory, for a trainer rank of each pipeline stage.
+    """Return the bytes of W0 in host memory, the most of a trainer rank of each pipeline stage.
 
     [] if the policy has no factors.
     """
     policy, critic = run.models.policy, run.critic
     is_lent = critic is not None and shares_frozen(run.train.lora, run.parallel, critic)
-    is_packed = policy.int4 and not is_lent
-    shape = policy.config, run.dtype, run.parallel, run.train.lora
-    return _list_frozen(*shape, is_packed=is_packed)
+    packing: Packing = "plain" if is_lent else policy.packing
+    return _list_frozen(policy.config, run.dtype, run.parallel, run.train.lora, packing)
 
 
 def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
@@ -131,8 +129,8 @@ def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
         return []
     config = add_value_head(model.config)
     is_shared = shares_frozen(run.train.lora, run.parallel, critic)
-    is_packed = model.int4 and not is_shared
-    sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora, is_packed=is_packed)
+    packing: Packing = "plain" if is_shared else model.packing
+    sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora, packing)
     if not shares_frozen(run.train.lora, run.parallel, critic):
         return sizes
     shared = _list_adapted_keys(config, run.train.lora) & _list_adapted_keys(config, critic.lora)
@@ -149,21 +147,43 @@ def _list_frozen(
     dtype: str,
     parallel: ParallelConfig,
     lora: LoraConfig | CriticLoraConfig,
-    *,
-    is_packed: bool,
+    packing: Packing,
 ) -> list[int]:
-    """Return the bytes of W0 by stage. `is_packed`: routed experts are kept in INT4."""
+    """Return the bytes of W0 by stage, of which ranks keep as the files do what these have packed.
+
+    Those that engines would serve in that precision are taken for packed: files are not read.
+    """
     if not lora.rank:
         return []
     sizes = MegatronSizes.from_config(parallel, hf_config)
     layout = MegatronLayout(family_of(hf_config), hf_config, sizes, dtype)
     counts = [count_adapter(hf_config, layout, sizes, stage, lora) for stage in range(parallel.pp)]
-    per_expert = _INT4_BYTES if is_packed else itemsize(dtype)
-    return [
-        round((count.frozen - count.frozen_experts) * itemsize(dtype))
-        + round(count.frozen_experts * per_expert)
-        for count in counts
-    ]
+    plain = [count.frozen * itemsize(dtype) for count in counts]
+    if packing == "plain":
+        return plain
+    keys = _list_adapted_keys(hf_config, lora)
+    most = []
+    for stage, num_bytes in enumerate(plain):
+        first = stage * sizes.stage_ranks
+        # Ranks whose parts begin within blocks keep a few more scales than others.
+        ranks = range(first, first + sizes.stage_ranks)
+        most.append(num_bytes - min(_count_saved(layout, rank, keys, packing) for rank in ranks))
+    return most
+
+
+def _count_saved(
+    layout: MegatronLayout, rank: int, keys: Collection[str], packing: Precision
+) -> int:
+    """Return the bytes that a rank saves by keeping matrices of these rules packed."""
+    saved = 0
+    for entry, num_tensors, placement in layout.list_held(rank):
+        if entry.rule.key in keys and is_rounded(packing, entry.tensor.name):
+            for piece in placement.pieces:
+                if rank in piece.ranks:
+                    box = Box(entry.tensor.name, piece.start, piece.stop)
+                    plain = box.numel * itemsize(entry.dtype)
+                    saved += num_tensors * (plain - count_packed_bytes(packing, box))
+    return saved
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,9 @@ from mcore_rl.run.roles.turns import TurnOrder, TurnPrompts
 from mcore_rl.run.rollouts import collector_spec
 from mcore_rl.types import Prompt, TrainBatch
 from mcore_rl.weights.hf.config import ModelFacts, with_trained_mtp
-from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
+from mcore_rl.weights.hf.files import list_carried_tensors
 from mcore_rl.weights.hf.folder import find_other_format
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.lora.recipe_checks import (
     check_critic_factors,
     check_factors,
@@ -253,8 +254,8 @@ def check_teacher(path: str, model: ModelConfig, tokenizer: PreTrainedTokenizerB
 
 def check_engines_load(policy: ModelFacts) -> None:
     """Raise ValueError if engines cannot load the model, for a command without trainer ranks."""
-    if policy.int4:
+    if policy.is_packed:
         raise ValueError(
-            f"model.path={policy.path} has INT4 weights: engines get them in bfloat16 from trainer"
-            f" ranks, and this command has none; {DEQUANTIZE_REMEDY}"
+            f"model.path={policy.path} has {policy.packing.upper()} weights: engines get them from"
+            f" trainer ranks, which decode them, and this command has none; {DEQUANTIZE_REMEDY}"
         )

@@ -35,8 +35,8 @@ def make_links(
     is_rounded     trainer ranks send other weights than the files' (train.fake_quantization)
     factors        as choose_factors returned it
     """
-    # Engines of quantized, INT4 or random models load nothing; colocated ones have lost it by then.
-    is_plain = rollout.quantization == "none" and not policy.int4
+    # Engines of quantized, packed or random models load nothing; colocated ones lost it by then.
+    is_plain = rollout.quantization == "none" and not policy.is_packed
     is_loaded = model.init == "hf" and is_plain and not is_rounded
     is_kept = start_step == 0 and not is_colocated
     return SyncController(

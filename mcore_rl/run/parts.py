@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +159,7 @@ def make_critic(
     if started.critic is None:
         return None
     model = read_critic(options.path, run.policy)
-    facts = ModelFacts(model.path, add_value_head(model.config))
+    facts = replace(model, config=add_value_head(model.config))
     own = make_critic_training(train, options)
     packing = make_packing(options.parallel, own, facts)
     skipped = _note_skipped(run, "critic", options.optimizer)

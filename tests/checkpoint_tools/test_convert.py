@@ -10,7 +10,7 @@ import pytest
 from checkpoint_tools.cli import main
 from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.opened import open_hf_dir
 from tests.checkpoint_tools.conftest import LAYOUTS, write_source
 from tests.house.test_documents import commands
 from tests.support.policy import read

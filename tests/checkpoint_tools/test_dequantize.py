@@ -16,7 +16,7 @@ from checkpoint_tools.rewrite import dequantize
 from mcore_rl.run.serving import find_model
 from mcore_rl.weights.hf.checksums import MANIFEST
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.opened import open_hf_dir
 from tests.checkpoint_tools.conftest import write_source
 from tests.support.quantized_models import FOUR_MIB, FP8, MXFP4, random_bytes, random_mxfp4, write
 from tests.support.small_hf import LARGE, read_all
@@ -118,7 +118,7 @@ def test_a_model_of_gpt_oss_computes_what_it_did(tmp_path: Path) -> None:
 
 
 def test_a_quantized_model_of_a_known_family_comes_back(tmp_path: Path, capsys: Any) -> None:
-    """Into FP8 and out of it; only then it can be trained, and it can be served as it is."""
+    """Into FP8 and out of it; Megatron's format needs plain weights, and may go back beside FP8."""
     source, fp8, out = (
         write_source("deepseek_v3", tmp_path / "hf"),
         tmp_path / "fp8",
@@ -142,6 +142,13 @@ def test_a_quantized_model_of_a_known_family_comes_back(tmp_path: Path, capsys: 
                 expected, packed[f"{name}_scale_inv"], [128, 128], torch.bfloat16
             )
         assert_same_bits(tensor, expected, name)
-    assert main(["from-hf", str(out), str(tmp_path / "megatron"), "--workers", "1"]) == 0
+    megatron, back = str(tmp_path / "megatron"), tmp_path / "back"
+    assert main(["from-hf", str(out), megatron, "--workers", "1"]) == 0
+    assert main(["to-hf", megatron, str(back), "--source-hf", str(fp8), "--workers", "1"]) == 0
+    returned = read_all(back)
+    assert returned.keys() == found.keys()
+    for name, tensor in found.items():
+        assert_same_bits(returned[name], tensor.to(returned[name].dtype), name)
+    assert "quantization_config" not in (back / "config.json").read_text()
     assert main(["dequantize", str(out), str(tmp_path / "no")]) == 2
     assert "has no quantization_config: the model is not quantized" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint_tools.torch_dist import open_torch_dist
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from tests.support.quantized_models import FOUR_MIB, INT4
 from tests.support.small_hf import read_all, write_hf
@@ -182,7 +182,7 @@ def test_the_language_model_alone_is_a_deepseek_v3(
         },
     )
     facts = ModelFacts.read(text)
-    assert facts.architecture == "DeepseekV3ForCausalLM" and facts.int4
+    assert facts.architecture == "DeepseekV3ForCausalLM" and facts.packing == "int4"
     assert facts.config["model_type"] == "deepseek_v3" and facts.config["dtype"] == "bfloat16"
     assert (text / "tokenizer_config.json").is_file()
     open_hf_dir(facts)

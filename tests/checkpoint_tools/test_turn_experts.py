@@ -12,7 +12,7 @@ from checkpoint_tools.cli import main
 from checkpoint_tools.options import Effort
 from checkpoint_tools.rewrite import turn_experts
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.opened import open_hf_dir
 from tests.support.tiny_models import write_model
 from tests.support.tiny_qwen3_vl import write_qwen3_5_moe_model, write_qwen3_vl_moe_model
 from tests.support.tiny_vision import load_vision_model

@@ -94,9 +94,10 @@ def test_engines_without_weights_of_their_own_start_with_dummy_ones(config: Conf
     assert json.loads(override)["quantization_config"]["quant_method"] == "fp8"
 
 
-def test_engines_of_an_int4_model_start_without_its_weights(config: Config) -> None:
-    """Their weights come from ranks that read INT4, in bfloat16."""
-    policy = replace(ModelFacts.read(config.model.path), int4=True)
+@pytest.mark.parametrize("packing", ["int4", "fp8"])
+def test_engines_of_a_packed_model_start_without_its_weights(config: Config, packing: Any) -> None:
+    """Their weights come from ranks that decode them, in bfloat16."""
+    policy = replace(ModelFacts.read(config.model.path), packing=packing)
     assert spec_of(config, policy).extra_args[3:] == (
         *("--load-format", "dummy"),
         *("--json-model-override-args", '{"quantization_config": null}'),

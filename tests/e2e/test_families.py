@@ -107,5 +107,5 @@ def test_the_language_model_of_kimi_k25_trains_from_int4(
     assert_engine_agrees(run, num_steps=2)
     run.assert_nothing_left()
     exported = ModelFacts.read(run.run_dir / "hf")
-    assert ModelFacts.read(text).int4 and not exported.int4
+    assert ModelFacts.read(text).packing == "int4" and not exported.is_packed
     assert "quantization_config" not in (exported.path / "config.json").read_text()

@@ -91,6 +91,29 @@ def test_engines_merge_factors_themselves(start: Callable[..., Run]) -> None:
     assert all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
 
 
+@pytest.mark.slow
+def test_engines_merge_into_a_base_in_block_fp8(
+    start: Callable[..., Run], arithmetic: Path, tmp_path: Path
+) -> None:
+    """Ranks decode the published files; the engine starts without weights and gets plain ones."""
+    base, merged = tmp_path / "fp8", tmp_path / "merged"
+    assert main(["to-fp8", str(arithmetic / "model"), str(base), "--workers", "1"]) == 0
+    run = start("train", *STAGED, f"model.path={base}", "checkpoint.every_steps=3")
+    assert run.finish(400) == 0, run.tail()
+    run.assert_nothing_left()
+    lines = run.metrics()
+    assert all(line["sync/engines_verified"] == 1 for line in lines if "sync/mib" in line)
+    steps = [line for line in lines if "loss/total" in line]
+    assert len(steps) == 3 and all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+    saved = str(run.run_dir / "checkpoints" / "step_000003")
+    assert main(["merge-lora", saved, str(merged), "--source-hf", str(base)]) == 0
+    made, export = read_all(merged), read_all(run.run_dir / "hf")
+    assert made.keys() == export.keys()
+    for key, value in export.items():
+        torch.testing.assert_close(made[key].float(), value.float(), rtol=0, atol=1e-6)
+    assert "quantization_config" not in (merged / "config.json").read_text()
+
+
 SERVED = (
     *STAGED[:-1],
     "train.lora.targets=[q_proj,k_proj,v_proj,o_proj]",

@@ -55,8 +55,9 @@ def test_an_evaluation_has_no_ranks_that_bring_weights() -> None:
     rollout = RolloutConfig(quantization="fp8")
     with pytest.raises(ValueError, match=r"rollout.quantization=fp8: trainer ranks quantize"):
         check_no_trainer(rollout)
-    with pytest.raises(ValueError, match=r"model.path=hf has INT4 weights: .* dequantize"):
-        check_engines_load(replace(plain, int4=True))
+    for packing, name in (("int4", "INT4"), ("fp8", "FP8")):
+        with pytest.raises(ValueError, match=rf"model.path=hf has {name} weights: .* dequantize"):
+            check_engines_load(replace(plain, packing=packing))
 
 
 @pytest.mark.parametrize(

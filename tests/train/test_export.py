@@ -16,8 +16,9 @@ from mcore_rl.train.export import exchange, export_hf
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.checksums import MANIFEST, read_manifest
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
-from mcore_rl.weights.hf.files import cover_whole_tensor, open_hf_dir
+from mcore_rl.weights.hf.files import cover_whole_tensor
 from mcore_rl.weights.hf.folder import INDEX
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.plan.whole import make_plan
 from tests.support.distributed import run_ranks
 from tests.support.small_hf import assert_equal, read_all, write_small_model

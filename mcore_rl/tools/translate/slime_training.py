@@ -61,8 +61,9 @@ def _engines_precision(path: str) -> Found:
     name = path.rpartition("/")[2].lower()
     if "fp8" in name:
         yield RecipeLine("rollout.quantization", "fp8", ("--hf-checkpoint",))
-        advice = "engines serve this in FP8 there, by rollout.quantization here: set model.path to"
-        yield Decision("--hf-checkpoint", path, f"{advice} the model in bfloat16")
+        advice = "engines serve this in FP8 there, by rollout.quantization here; trainer ranks"
+        advice += " would begin with its rounded weights: set model.path to the model in bfloat16"
+        yield Decision("--hf-checkpoint", path, advice)
     elif "int4" in name:
         advice = "engines serve this in INT4 there, and bfloat16 or FP8 here, which take more"
         advice += " memory: set rollout.quantization, rollout.tp and rollout.engines"

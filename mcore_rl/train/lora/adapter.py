@@ -333,7 +333,7 @@ class LoraAdapter:
     def layouts(self) -> dict[Content, Held]:
         """Return what this rank holds of the frozen weights, and of factors.
 
-        The weights are the copies in host memory or, if some are kept in INT4, the model's own,
+        The weights are the copies in host memory or, if some are kept packed, the model's own,
         which have the right values within `without` alone.
         """
         base = [shard for factors in self._factors for t in factors.targets for shard in t.shards]

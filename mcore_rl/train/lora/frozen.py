@@ -5,8 +5,8 @@
     | bytes of the index | index: name -> dtype, shape, first byte | W0 of a tensor | ... |
 
 What a critic's rank does not find there, or finds with other bits, it copies into memory of its
-own. Weights that nobody else maps are kept in INT4 where the model's files have them so
-(packed.py).
+own. Weights that nobody else maps are kept in INT4 or block FP8 where the model's files have them
+so (packed.py).
 """
 
 import json
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcore_rl.device import allocate_pinned_like, pin_in_place
 from mcore_rl.process.kept_memory import KeptMemory, map_kept
-from mcore_rl.train.lora.packed import PackedPart, restore_parts
+from mcore_rl.train.lora.packed import KeptPart, restore_parts
 
 _log = logging.getLogger(__name__)
 _INDEX_BYTES = 8
@@ -50,16 +50,16 @@ class FrozenWeights:
     """Copies of tensors in host memory, by name.
 
     path     of memory that others can map; "": these are this process's alone
-    packed   of tensors that are kept in INT4 instead: their parts
+    packed   of tensors that are kept in INT4 or block FP8 instead: their parts
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         sharing: BaseSharing = ALONE,
-        packed: Mapping[str, Sequence[PackedPart]] = MappingProxyType({}),
+        packed: Mapping[str, Sequence[KeptPart]] = MappingProxyType({}),
     ) -> None:
-        assert not packed or sharing == ALONE, "parts in INT4 lie where no other process maps them"
+        assert not packed or sharing == ALONE, "packed parts lie where no other process maps them"
         self.path = ""
         self.packed = packed
         tensors = {name: tensor for name, tensor in tensors.items() if name not in packed}
@@ -70,7 +70,7 @@ class FrozenWeights:
         found = _map_equal(sharing.borrowed, tensors) if sharing.borrowed else {}
         own = {name: _copy_to_host(t) for name, t in tensors.items() if name not in found}
         self.copies = {**found, **own}
-        parts = (part for of_tensor in packed.values() for part in of_tensor)
+        parts = (kept.part for of_tensor in packed.values() for kept in of_tensor)
         self.own_bytes = sum(kept.nbytes for kept in (*own.values(), *parts))
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

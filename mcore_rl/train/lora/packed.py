@@ -1,102 +1,110 @@
-"""Keeps weights below factors in INT4, as the files of a model have them.
+"""Keeps weights below factors in INT4 or block FP8, as the files of a model have them.
 
-    X.weight_packed, X.weight_scale --this rank's slices--> kept --dequantized--> its part of W
+    values, scales --this rank's slices--> kept --dequantized--> its part of W
 
-A rank's part of a matrix is kept so if it begins and ends where groups of 32 columns do.
+A rank's part of a matrix may begin and end within a group or a block, whose scale it then keeps.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from mcore_rl.device import allocate_pinned_like
-from mcore_rl.weights.box import Shard
+from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
-from mcore_rl.weights.hf.int4 import GROUP, PER_WORD, list_part_names
-from mcore_rl.weights.hf.int4_groups import dequantize_groups
+from mcore_rl.weights.hf.opened import list_packed, open_hf_dir
+from mcore_rl.weights.hf.packed_part import PackedPart, read_part
+from mcore_rl.weights.hf.packing import Packing, list_stored_names
 
 
 @dataclass(frozen=True)
-class PackedPart:
-    """A part of a matrix in INT4.
+class KeptPart:
+    """A part of a matrix, and its places in a local tensor, which may interleave it with others."""
 
-    place       of the part, in a local tensor
-    packed_NW   int32 words, N rows of 8 values each
-    scales_NG   scales of groups of 32 values
-    """
-
-    place: Shard
-    packed_NW: Tensor
-    scales_NG: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed_NW.nbytes + self.scales_NG.nbytes
+    places: tuple[Shard, ...]
+    part: PackedPart
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the part's place to what the model directory gives it, bit for bit."""
-        view_NK = self.place.view(tensors)
-        kept = self.packed_NW, self.scales_NG
-        view_NK.copy_(dequantize_groups(*(p.to(view_NK.device, non_blocking=True) for p in kept)))
+        """Set the part's places to what the model directory gives them, bit for bit."""
+        box = self.part.box
+        restored_NK = self.part.dequantize(self.places[0].view(tensors).device)
+        for place in self.places:
+            within = zip(place.box.start, place.box.stop, box.start, strict=True)
+            rows, columns = (slice(start - first, stop - first) for start, stop, first in within)
+            place.view(tensors).copy_(restored_NK[rows, columns])
 
 
 def find_packed(
     shards: Iterable[Shard], tensors: Mapping[str, Tensor], model: ModelFacts
-) -> dict[str, list[PackedPart]]:
-    """Return the parts that local tensors consist of, of those that can be kept in INT4 as a whole.
+) -> dict[str, list[KeptPart]]:
+    """Return the parts that local tensors consist of, of those that the files have packed whole.
 
     shards   of HF tensors, in `tensors`
-    model    the directory that the tensors were filled from; {} unless its files are INT4
+    model    the directory that the tensors were filled from; {} if its files have plain weights
     """
-    if not model.int4:
+    if not model.is_packed:
         return {}
     file_of = open_hf_dir(model)
+    names = list_packed(model.packing, file_of)
     held: dict[str, list[Shard]] = defaultdict(list)
     for shard in shards:
         if shard.tensor in tensors:
             held[shard.tensor].append(shard)
-    return {
-        name: [_read(shard, file_of) for shard in own]
-        for name, own in held.items()
-        if _is_whole(own, tensors[name], file_of)
-    }
+    with ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def find_stored(name: str) -> Any:
+            path = file_of[name]
+            if path not in opened:
+                opened[path] = stack.enter_context(safe_open(path, framework="pt"))
+            return opened[path].get_slice(name)
+
+        found = {}
+        for tensor, own in held.items():
+            is_packed = all(shard.box.name in names for shard in own)
+            if is_packed and sum(shard.box.numel for shard in own) == tensors[tensor].numel():
+                parts = (_keep(*each, model.packing, find_stored) for each in _join(own))
+                found[tensor] = list(parts)
+        return found
 
 
-def _is_whole(own: Sequence[Shard], tensor: Tensor, file_of: Mapping[str, object]) -> bool:
-    """Return whether shards of INT4 matrices, cut between groups, make up a local tensor."""
-    are_int4 = all(list_part_names(shard.box.name)[0] in file_of for shard in own)
-    if not are_int4 or sum(shard.box.numel for shard in own) != tensor.numel():
-        return False
-    ends = [shard.box.start[1] for shard in own] + [shard.box.stop[1] for shard in own]
-    return all(end % GROUP == 0 for end in ends)
+def _join(shards: Sequence[Shard]) -> Iterator[tuple[Box, tuple[Shard, ...]]]:
+    """Yield (box, its shards): one box for all of a matrix that lies in a local tensor, if it can.
+
+    A box of its own for every head would need the scales of a block several times.
+    """
+    by_name: dict[str, list[Shard]] = defaultdict(list)
+    for shard in shards:
+        by_name[shard.box.name].append(shard)
+    for name, own in by_name.items():
+        start = tuple(map(min, zip(*(shard.box.start for shard in own), strict=True)))
+        stop = tuple(map(max, zip(*(shard.box.stop for shard in own), strict=True)))
+        whole = Box(name, start, stop)
+        if whole.numel == sum(shard.box.numel for shard in own):
+            yield whole, tuple(own)
+        else:
+            yield from ((shard.box, (shard,)) for shard in own)
 
 
-def _read(shard: Shard, file_of: Mapping[str, object]) -> PackedPart:
-    box = shard.box
-    words, scales, _ = list_part_names(box.name)
-    rows = slice(box.start[0], box.stop[0])
-    first, last = box.start[1] // GROUP, box.stop[1] // GROUP
-    per_group = GROUP // PER_WORD
-    columns = {words: slice(first * per_group, last * per_group), scales: slice(first, last)}
-    read = []
-    for name, own in columns.items():
-        with safe_open(file_of[name], framework="pt") as file:  # type: ignore[arg-type]
-            part = file.get_slice(name)[rows, own]
-        kept = allocate_pinned_like(part)
-        read.append(kept.copy_(part))
-    return PackedPart(shard, *read)
+def _keep(
+    box: Box, places: tuple[Shard, ...], packing: Packing, find_stored: Callable[[str], Any]
+) -> KeptPart:
+    stored_values, stored_scales = map(find_stored, list_stored_names(packing, box.name))
+    part = read_part(packing, stored_values, stored_scales, box)
+    values, scales = (allocate_pinned_like(t).copy_(t) for t in (part.values, part.scales))
+    return KeptPart(places, replace(part, values=values, scales=scales))
 
 
 @torch.no_grad()
-def restore_parts(
-    packed: Mapping[str, Sequence[PackedPart]], tensors: Mapping[str, Tensor]
-) -> None:
+def restore_parts(packed: Mapping[str, Sequence[KeptPart]], tensors: Mapping[str, Tensor]) -> None:
     """Dequantize all parts into their places in `tensors`, one after the other."""
     for parts in packed.values():
-        for part in parts:
-            part.restore(tensors)
+        for kept in parts:
+            kept.restore(tensors)

@@ -19,7 +19,8 @@ from typing import Any
 
 from mcore_rl.config.shipped import describe_making
 from mcore_rl.process.file_list import read_json
-from mcore_rl.weights.hf.int4 import TEXT, is_int4
+from mcore_rl.weights.hf.int4 import TEXT
+from mcore_rl.weights.hf.packing import Packing, find_packing
 from mcore_rl.weights.models import family_of, refuse_unsupported
 from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.settings import drop_quantization
@@ -57,11 +58,12 @@ VOCAB_MULTIPLE = 128
 def read_hf_config(hf_dir: str | Path) -> dict[str, Any]:
     """Return the parsed config.json of a supported model, with its text_config at the top.
 
-    INT4 weights are read as the plain weights that they encode, so config.json is that of the plain
-    model. Raises ValueError naming the file and the setting if the model is not supported.
+    Weights in INT4 and block FP8 are read as the plain weights that they encode, so config.json is
+    that of the plain model. Raises ValueError naming the file and the setting if the model is not
+    supported.
     """
     config = with_text_settings(parse_hf_config(hf_dir))
-    if is_int4(config):
+    if find_packing(config) != "plain":
         config = drop_quantization(config)
     config = family_of(config).complete(config)
     refuse_unsupported(config, Path(hf_dir) / "config.json")
@@ -223,23 +225,29 @@ class ModelFacts:
     A command makes one of these per model directory when it starts and passes it on, so that no
     later step opens the file again. A process on another host reads its own.
 
-    path     HuggingFace directory
-    config   the parsed config.json, without quantization
-    int4     whether the files hold INT4 words in place of some matrices (int4.py)
+    path      HuggingFace directory
+    config    the parsed config.json, without quantization
+    packing   how the files have matrices in few bits, if they do (packing.py)
     """
 
     path: Path
     config: HfConfig
-    int4: bool = False
+    packing: Packing = "plain"
 
     @staticmethod
     def read(hf_dir: str | Path) -> "ModelFacts":
         """Raises ValueError naming config.json and the setting if the model is not supported."""
-        return ModelFacts(Path(hf_dir), read_hf_config(hf_dir), is_int4(parse_hf_config(hf_dir)))
+        packing = find_packing(parse_hf_config(hf_dir))
+        return ModelFacts(Path(hf_dir), read_hf_config(hf_dir), packing)
 
     def choose_trained(self, mtp_loss: float) -> "ModelFacts":
         """Return the facts of what a policy with this train.mtp_loss trains."""
         return replace(self, config=choose_trained(self.config, mtp_loss))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the files have matrices in few bits, which ranks decode as they read them."""
+        return self.packing != "plain"
 
     @property
     def architecture(self) -> str:

@@ -6,28 +6,22 @@
 Peak memory: one slice while loading; the tensors of one file (`max_file_bytes`) per rank on export,
 or one tensor if that is larger. Carried tensors, such as those of a multi-token-prediction layer,
 are neither trained nor synced: an export gets them unchanged.
-
-A model whose config.json ties the output layer to the embeddings, but whose files don't, is
-refused: transformers (5.19, PreTrainedModel.tie_weights) compares the two if both are stored. It
-ties them if they are equal, otherwise it warns and uses the stored output layer, against
-config.json.
 """
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from mcore_rl.process.disk import check_readable, force
+from mcore_rl.process.disk import force
 from mcore_rl.weights.box import Box, Shard, contiguous_strides, itemsize
 from mcore_rl.weights.hf.checksums import (
     MANIFEST,
@@ -40,25 +34,20 @@ from mcore_rl.weights.hf.config import ModelFacts, set_dtype
 from mcore_rl.weights.hf.folder import (
     INDEX,
     TEMPORARY,
-    check_header,
     deal_out,
     list_checkpoint_files,
     write_small_files,
 )
 from mcore_rl.weights.hf.fp8 import find_scaled_name
 from mcore_rl.weights.hf.int4 import (
-    GROUP,
     PACKED,
-    PER_WORD,
     SCALE,
     SHAPE,
-    list_part_names,
-    split_part,
 )
-from mcore_rl.weights.hf.int4_groups import read_slice
-from mcore_rl.weights.hf.tied_head import refuse_untied_head
+from mcore_rl.weights.hf.opened import list_packed, open_hf_dir
+from mcore_rl.weights.hf.packed_part import read_part
+from mcore_rl.weights.hf.packing import Packing, list_stored_names
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.settings import DEQUANTIZE_REMEDY
 from mcore_rl.weights.models.table import HfConfig, Shape
 
 
@@ -69,132 +58,6 @@ def count_not_finite(values: Tensor) -> int:
     if bool(values.sum(dtype=torch.float32).isfinite()):  # a number that is not stays in the sum
         return 0
     return values.numel() - int(values.isfinite().sum())
-
-
-PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
-"""The dtypes that weights can be loaded from, by their safetensors names."""
-
-
-def open_hf_dir(model: ModelFacts) -> dict[str, Path]:
-    """Return HF name -> file of every tensor, after checking all names and shapes.
-
-    The parts of an INT4 matrix are listed, too, and the matrix itself in the file of its words.
-    Raises ValueError naming the file, the tensor and the remedy for a tensor that config.json does
-    not expect, that is missing, or that has another shape.
-    """
-    config = model.config
-    family = model.family
-    expected = family.shapes(config)
-    files = list_checkpoint_files(model.path)
-    file_of: dict[str, Path] = {}
-    tied: dict[str, Path] = {}
-    for path in files:
-        check_readable(path)  # safetensors says that such a file does not exist
-        check_header(path)
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if name in family.find_left_out(config):
-                    tied[name] = path
-                    continue
-                if family.is_carried(config, name):
-                    continue
-                if model.int4 and split_part(name):
-                    _note_part(path, name, file.get_slice(name), expected, file_of)
-                    continue
-                stored = file.get_slice(name)
-                _check_dtype(path, name, stored.get_dtype())
-                _check_tensor(path, name, tuple(stored.get_shape()), expected, file_of)
-                file_of[name] = path
-    refuse_untied_head(file_of | tied, config)
-    missing = sorted((expected.keys() | _list_parts(file_of)) - file_of.keys())
-    if missing:
-        raise ValueError(
-            f"{model.path} lacks {len(missing)} of {len(expected)} tensors, the first is"
-            f" {missing[0]!r}: download the checkpoint again, or correct config.json"
-            f" (files read: {[path.name for path in files]})"
-        )
-    return file_of
-
-
-def _note_part(
-    path: Path, name: str, stored: Any, expected: Mapping[str, Shape], file_of: dict[str, Path]
-) -> None:
-    """Enter a part of an INT4 matrix under its own name, and the words under the matrix' as well.
-
-    Raises ValueError naming file and tensor for another dtype or shape than the matrix needs.
-    """
-    part = split_part(name)
-    assert part is not None, name
-    matrix, suffix = part
-    rows, columns = expected.get(matrix, (0, 0))
-    shapes = {
-        PACKED: (rows, columns // PER_WORD),
-        SCALE: (rows, columns // GROUP),
-        SHAPE: (2,),
-    }
-    dtypes = {PACKED: ("I32",), SCALE: PLAIN_DTYPES, SHAPE: ("I32", "I64")}[suffix]
-    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-    if dtype not in dtypes or columns % GROUP:
-        raise ValueError(
-            f"{path}: tensor {name!r} is {dtype}, of a matrix of {columns} columns: INT4 weights"
-            f" need {' or '.join(dtypes)} here, and groups of {GROUP} columns"
-        )
-    wanted = {name: shapes[suffix]} if matrix in expected else {}
-    _check_tensor(path, name, shape, wanted, file_of)
-    file_of[name] = path
-    if suffix == PACKED:
-        _check_tensor(path, matrix, (rows, columns), expected, file_of)
-        file_of[matrix] = path
-
-
-def _list_parts(file_of: Mapping[str, Path]) -> set[str]:
-    """Return the names of all parts of the INT4 matrices of which a part is there."""
-    parts = filter(None, map(split_part, file_of))
-    return {name for matrix, _ in parts for name in list_part_names(matrix)}
-
-
-def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    """Raise ValueError for quantized values, which a cast without their scales would distort."""
-    if dtype not in PLAIN_DTYPES or find_scaled_name(name):
-        problem = f"is {dtype}" if dtype not in PLAIN_DTYPES else "holds scales of 8-bit values"
-        raise ValueError(
-            f"{path}: tensor {name!r} {problem}, so the model is quantized: {DEQUANTIZE_REMEDY}"
-        )
-
-
-SINGLE_EXPERT = re.compile(r"(.*\.experts)\.\d+\.(?:gate|up|down)_proj\.weight")
-
-
-def _check_tensor(
-    path: Path, name: str, shape: Shape, expected: Mapping[str, Shape], file_of: Mapping[str, Path]
-) -> None:
-    """Raise ValueError unless the tensor is expected, well shaped and in no earlier file."""
-    if name not in expected:
-        remedy = "remove it, or correct config.json"
-        if (single := SINGLE_EXPERT.fullmatch(name)) and f"{single[1]}.down_proj" in expected:
-            remedy = (
-                "each expert lies by itself, as transformers saves Qwen3.5; write the published"
-                " form with mcore-rl-ckpt turn-experts"
-            )
-        raise ValueError(
-            f"{path}: tensor {name!r} has no place in the model that config.json describes:"
-            f" {remedy}"
-        )
-    if name in file_of:
-        raise ValueError(
-            f"{path}: tensor {name!r} is also in {file_of[name].name}: remove one of the two"
-        )
-    if shape != expected[name]:
-        remedy = "config.json or the file belongs to another model"
-        if len(shape) == 3 and (shape[0], *shape[:0:-1]) == expected[name]:
-            remedy = (
-                "each expert lies transposed, as transformers saves Qwen3-VL; write the published"
-                " form with mcore-rl-ckpt turn-experts"
-            )
-        raise ValueError(
-            f"{path}: tensor {name!r} has shape {shape}, by config.json it should be"
-            f" {expected[name]}: {remedy}"
-        )
 
 
 @torch.no_grad()
@@ -211,26 +74,31 @@ def load_into(shards: Sequence[Shard], tensors: Mapping[str, Tensor], model: Mod
         if name not in file_of:
             raise ValueError(f"{model.path} has no tensor {name!r}, which fills {shard.tensor!r}")
         by_file[file_of[name]].append(shard)
+    packed = list_packed(model.packing, file_of)
     for path, members in sorted(by_file.items()):
         with safe_open(path, framework="pt") as file:
             for shard in members:
-                read = _read_box(file, shard.box, file_of)
+                box = shard.box
+                if box.name in packed:
+                    read = _read_packed(model.packing, box, file_of)
+                else:
+                    read = file.get_slice(box.name)[tuple(map(slice, box.start, box.stop))]
                 if num_bad := count_not_finite(read):
                     raise ValueError(
-                        f"{path}: tensor {shard.box.name!r} has {num_bad} of {read.numel()} values"
-                        f" that are not finite (at {shard.box.start} to {shard.box.stop}): give"
-                        " another model.path"
+                        f"{path}: tensor {box.name!r} has {num_bad} of {read.numel()} values that"
+                        f" are not finite (at {box.start} to {box.stop}): give another model.path"
                     )
                 shard.view(tensors).copy_(read)
 
 
-def _read_box(file: Any, box: Box, file_of: Mapping[str, Path]) -> Tensor:
-    """Return the elements of a box from its open file; INT4 words in the dtype of their scales."""
-    words, scales, _ = list_part_names(box.name)
-    if scales not in file_of:
-        return file.get_slice(box.name)[tuple(map(slice, box.start, box.stop))]
-    with safe_open(file_of[scales], framework="pt") as other:
-        return read_slice(file.get_slice(words), other.get_slice(scales), box)
+def _read_packed(packing: Packing, box: Box, file_of: Mapping[str, Path]) -> Tensor:
+    """Return the elements of a part of a packed matrix."""
+    with ExitStack() as stack:
+        values, scales = (
+            stack.enter_context(safe_open(file_of[name], framework="pt")).get_slice(name)
+            for name in list_stored_names(packing, box.name)
+        )
+        return read_part(packing, values, scales, box).dequantize()
 
 
 @dataclass(frozen=True)
@@ -366,8 +234,18 @@ def commit_export(
 def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
     """Return HF name -> file of each carried tensor; empty if the directory has no weights.
 
-    Parts of INT4 matrices are left out, as exports have plain weights alone.
+    Parts of INT4 matrices are left out, as exports have plain weights alone, and so are scales of
+    FP8, which `write_carried` multiplies into their matrices.
     """
+    return {
+        name: path
+        for name, path in _find_carried(hf_dir, config).items()
+        if not name.endswith((PACKED, SCALE, SHAPE)) and find_scaled_name(name) is None
+    }
+
+
+def _find_carried(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
+    """Return HF name -> file of each carried tensor, parts of packed matrices included."""
     family = family_of(config)
     file_of: dict[str, Path] = {}
     if not any(hf_dir.glob("*.safetensors")):
@@ -375,7 +253,7 @@ def list_carried_tensors(hf_dir: Path, config: HfConfig) -> dict[str, Path]:
     for path in list_checkpoint_files(hf_dir):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                if family.is_carried(config, name) and not name.endswith((PACKED, SCALE, SHAPE)):
+                if family.is_carried(config, name):
                     file_of[name] = path
     return file_of
 
@@ -389,14 +267,14 @@ def write_carried(
 ) -> list[CarriedFile]:
     """Copy the carried tensors of `hf_dir` to files in `out_dir` and return what was written.
 
-    The files have temporary names until `commit_export` renames them.
+    The files have temporary names until `commit_export` renames them. FP8 matrices become bfloat16.
 
     but   HF names of tensors that other files have
     """
     written = []
-    carried = list_carried_tensors(hf_dir, config)
-    left = {name: path for name, path in carried.items() if name not in but}
-    batches = _batch_tensors(left, max_file_bytes)
+    found = _find_carried(hf_dir, config)
+    left = [name for name in list_carried_tensors(hf_dir, config) if name not in but]
+    batches = _batch_tensors(left, found, max_file_bytes)
     for number, batch in enumerate(batches, start=1):
         filename = f"carried-{number:05d}.safetensors"
         save_tensors(batch, out_dir / (filename + TEMPORARY))
@@ -404,12 +282,19 @@ def write_carried(
     return written
 
 
-def _batch_tensors(file_of: dict[str, Path], max_file_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _batch_tensors(
+    names: Sequence[str], file_of: Mapping[str, Path], max_file_bytes: int
+) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors by name, in batches of at most `max_file_bytes` or of one tensor."""
     batch: dict[str, Tensor] = {}
-    for name, path in file_of.items():
-        with safe_open(path, framework="pt") as file:
-            tensor = file.get_tensor(name)
+    in_fp8 = list_packed("fp8", file_of)
+    for name in names:
+        with safe_open(file_of[name], framework="pt") as file:
+            if name in in_fp8:
+                shape = tuple(file.get_slice(name).get_shape())
+                tensor = _read_packed("fp8", Box(name, (0,) * len(shape), shape), file_of)
+            else:
+                tensor = file.get_tensor(name)
         if batch and _count_bytes(batch) + tensor.nbytes > max_file_bytes:
             yield batch
             batch = {}

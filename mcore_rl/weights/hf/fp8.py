@@ -17,6 +17,9 @@ Shapes: N rows and K columns of the matrix, n and k rows and columns of blocks, 
 of one block.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 from mcore_rl.weights.box import Box
 
 BLOCK = 128
@@ -33,9 +36,22 @@ QUANTIZATION_CONFIG = {
 }
 """The "quantization_config" in config.json of a model with such weights."""
 
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "fmt": (None, "e4m3", FP8),
+    "activation_scheme": (None, "dynamic"),
+    "weight_block_size": ([BLOCK, BLOCK],),
+}
+"""Key of quantization_config -> the values that can be read."""
 _SCALE = "_scale_inv"
 _WITHOUT_PROJ = ("w1", "w2", "w3", "wq_b", "wk")
 """Projections of experts and of indexers whose names do not say so."""
+
+
+def is_block_fp8(quantization: Any) -> bool:
+    """Return whether a `quantization_config` is that of weights in this format."""
+    if not isinstance(quantization, Mapping) or quantization.get("quant_method") != "fp8":
+        return False
+    return all(quantization.get(key) in values for key, values in _PLAIN.items())
 
 
 def make_scale_name(name: str) -> str:

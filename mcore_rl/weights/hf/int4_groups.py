@@ -4,12 +4,9 @@ Shapes: N rows, K columns, W = K / 8 words, G = K / 32 groups of 32 values. Tens
 where a group does. Peak memory: three times the slice in bfloat16, six times where it is quantized.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.int4 import GROUP, PER_WORD
 
 _ZERO = 8
@@ -40,21 +37,6 @@ def dequantize_groups(packed_NW: Tensor, scales_NG: Tensor) -> Tensor:
     """Return the weights [N, K] in the scales' dtype, each product rounded once."""
     values_NGV = unpack_values(packed_NW).unflatten(-1, (-1, GROUP))
     return (values_NGV.to(scales_NG.dtype) * scales_NG[..., None]).flatten(-2)
-
-
-def read_slice(words: Any, scales: Any, box: Box) -> Tensor:
-    """Return the weights of `box`, in the scales' dtype.
-
-    words, scales   of the whole matrix, as slices of safetensors; only the groups that the box
-                    touches are read
-    """
-    rows = slice(box.start[0], box.stop[0])
-    first, last = box.start[1] // GROUP, -(-box.stop[1] // GROUP)
-    per_group = GROUP // PER_WORD
-    weights_NK = dequantize_groups(
-        words[rows, first * per_group : last * per_group], scales[rows, first:last]
-    )
-    return weights_NK[:, box.start[1] - first * GROUP : box.stop[1] - first * GROUP]
 
 
 def quantize_groups(weights_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,14 @@ def quantize_into(weights_NK: Tensor, values_NK: Tensor, scales_nk: Tensor) -> N
         values_NK[first : first + BLOCK].copy_(band_RK * factors_K)
 
 
-def dequantize_blocks(values_NK: Tensor, scales_nk: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values (float8_e4m3fn) times the scales (float32) of their blocks, rounded once."""
-    num_rows, num_columns = values_NK.shape
-    scales_Nk = scales_nk.repeat_interleave(BLOCK, 0)[:num_rows]
-    scales_NK = scales_Nk.repeat_interleave(BLOCK, 1)[:, :num_columns]
-    return scales_NK.mul_(values_NK.to(torch.float32)).to(dtype)
+def dequantize_blocks(
+    values_NK: Tensor, scales_nk: Tensor, dtype: torch.dtype, skipped: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Return values (float8_e4m3fn) times the scales (float32) of their blocks, rounded once.
+
+    skipped   rows and columns of the first blocks that lie before the values
+    """
+    spread = scales_nk
+    for axis, (first, size) in enumerate(zip(skipped, values_NK.shape, strict=True)):
+        spread = spread.repeat_interleave(BLOCK, axis).narrow(axis, first, size)
+    return torch.mul(values_NK.to(torch.float32), spread).to(dtype)

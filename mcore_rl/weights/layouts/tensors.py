@@ -379,9 +379,14 @@ class StagedLayout(ABC):
 
     def count_held(self, rank: int) -> Iterator[tuple[Entry, int]]:
         """Yield (entry, number of elements that `rank` holds of all tensors of the entry)."""
+        for entry, num_tensors, placement in self.list_held(rank):
+            yield entry, num_tensors * _count_elements(placement, rank)
+
+    def list_held(self, rank: int) -> Iterator[tuple[Entry, int, Placement]]:
+        """Yield (entry, its tensors on `rank` or, outside the layers, 1, placement of each)."""
         layers, ep = self._layers_and_group(rank)
         for entry in self._tensors.model_entries:
-            yield entry, _count_elements(self._place_outside(entry), rank)
+            yield entry, 1, self._place_outside(entry)
         for kind, same_kind in self._tensors.by_kind(layers).items():
             for entry in self._tensors.layer_entries[kind]:
                 num_tensors = len(same_kind)
@@ -389,7 +394,7 @@ class StagedLayout(ABC):
                     num_tensors *= self._experts_per_rank
                 group = ep if entry.rule.has_expert_axis else None
                 placement = self._place(entry, self._stage_of[same_kind[0]], group)
-                yield entry, num_tensors * _count_elements(placement, rank)
+                yield entry, num_tensors, placement
 
     def _find_stacked_placement(self, entry: Entry, stage: int) -> Placement:
         """Return the placement of a tensor that stacks all experts: the pieces of all groups."""

@@ -15,6 +15,7 @@ from checkpoint_tools.support.tables import find_nearest, make_pattern
 from mcore_rl.weights.models import LANGUAGE
 from tests.support.kimi_k25_published import CONFIG
 from tests.support.policy import ROOT
+from tests.support.quantized_models import FP8
 from tests.support.tiny_kimi_k25 import write_kimi_k25_model
 from tests.support.tiny_models import MODELS, SIZES, write_model
 
@@ -168,6 +169,7 @@ def test_hyper_connections_are_a_part_of_their_own(tmp_path: Path) -> None:
     ("quantization", "weights"),
     [
         (None, "plain"),
+        (FP8, "FP8, which is read as it is"),
         ({"quant_method": "fp8"}, "fp8: write them in bfloat16 with mcore-rl-ckpt dequantize"),
         ({"quant_method": "gptq"}, "quant_method='gptq', which nothing here reads"),
     ],

@@ -16,7 +16,8 @@ from mcore_rl.config import ModelConfig, ParallelConfig
 from mcore_rl.train.weights import local_parts
 from mcore_rl.types import StepStats
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
-from mcore_rl.weights.hf.files import list_carried_tensors, open_hf_dir
+from mcore_rl.weights.hf.files import list_carried_tensors
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.training import LocalPart, make_training_shards
 from mcore_rl.weights.models import family_of
 from mcore_rl.weights.models.table import Rule

@@ -1,4 +1,4 @@
-"""Factors over a base in INT4, which a rank keeps as the files have it."""
+"""Factors over a base in INT4 or block FP8, which a rank keeps as the files have it."""
 
 from typing import Any
 
@@ -20,16 +20,25 @@ from tests.support.tiny_training import (
     make_actor,
     my_batches,
     token_loss,
+    write_hf_model,
 )
 
 LORA = LoraConfig(rank=4, alpha=8.0)
-CASES = [
-    pytest.param(1, {}, True, id="one"),
-    pytest.param(2, {"tp": 2, "ep": 2}, True, id="experts", marks=pytest.mark.slow),
-    pytest.param(2, {"tp": 2, "etp": 2}, True, id="parts", marks=pytest.mark.slow),
+LAYOUTS = [
+    pytest.param(1, {}, id="one"),
+    pytest.param(2, {"tp": 2, "ep": 2}, id="experts", marks=pytest.mark.slow),
+    pytest.param(2, {"tp": 2, "etp": 2}, id="parts", marks=pytest.mark.slow),
+    pytest.param(2, {"pp": 2}, id="stages", marks=pytest.mark.slow),
 ]
+ODD = {
+    "hidden_size": 192,
+    "intermediate_size": 200,
+    "moe_intermediate_size": 144,
+    "head_dim": 48,
+}
+"""Sizes at which all blocks but the first of a matrix are cut, by tensor parallelism too."""
 Outcome = tuple[list[list[Tensor]], dict[str, Tensor], int, int]
-"""Log-probs of three passes, the weights below the factors, W0's bytes and those in INT4."""
+"""Log-probs of three passes; frozen weights and factors; bytes of the former, and packed ones."""
 
 
 def train(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any) -> Outcome:
@@ -48,12 +57,12 @@ def train(rank: int, world_size: int, port: int, model: ModelConfig, layout: Any
     passes += [score(reference=False), score(reference=True)]
     assert actor._adapter is not None
     frozen = actor._adapter.frozen
-    packed = sum(part.nbytes for parts in frozen.packed.values() for part in parts)
-    return passes, read_base(actor), frozen.own_bytes, packed
+    packed = sum(kept.part.nbytes for parts in frozen.packed.values() for kept in parts)
+    return passes, read_adapter(actor), frozen.own_bytes, packed
 
 
-def read_base(actor: Any) -> dict[str, Tensor]:
-    """Return what a sender would send of the weights below the factors."""
+def read_adapter(actor: Any) -> dict[str, Tensor]:
+    """Return what a sender would send of the weights below the factors, and the factors."""
     layouts = actor.adapter_layouts()
     shards, tensors = actor.select_served_layout()
     unadapted = actor.without_adapter
@@ -61,34 +70,47 @@ def read_base(actor: Any) -> dict[str, Tensor]:
     base, held = layouts["base"]
     assert sender._is_base_live == bool(actor._adapter.frozen.packed)
     with actor.without_adapter():
-        return {f"{s.box.name} {s.box.start}": s.view(held).clone() for s in base}
+        sent = {f"{s.box.name} {s.box.start}": s.view(held).clone() for s in base}
+    _, factors = layouts["factors"]
+    assert any(tensor.any() for name, tensor in factors.items() if name.endswith("_B"))
+    return sent | {name: tensor.clone() for name, tensor in factors.items() if name != "stamp"}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A model in INT4, and the same one in bfloat16."""
+@pytest.fixture(scope="module", params=["int4", "fp8"])
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, str]:
+    """A model in few bits, and the same one in bfloat16."""
     folder = tmp_path_factory.mktemp("packed")
-    source = write_kimi_k25_model(folder / "int4", vocab_size=VOCAB + 1)
-    assert main(["dequantize", str(source), str(folder / "plain")]) == 0
-    return str(source), str(folder / "plain")
+    source, plain = folder / request.param, folder / "plain"
+    if request.param == "int4":
+        write_kimi_k25_model(source, vocab_size=VOCAB + 1)
+    else:
+        whole = write_hf_model(folder / "whole", **ODD)
+        assert main(["to-fp8", str(whole), str(source), "--workers", "1"]) == 0
+    assert main(["dequantize", str(source), str(plain), "--workers", "1"]) == 0
+    return str(source), str(plain)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("num_ranks", "layout", "is_packed"), CASES)
+@pytest.mark.parametrize(("num_ranks", "layout"), LAYOUTS)
 @pytest.mark.gloo
-def test_a_base_in_int4_computes_what_its_plain_weights_do(
-    folders: tuple[str, str], dtype: Any, num_ranks: int, layout: Any, is_packed: bool
+def test_a_packed_base_computes_what_its_plain_weights_do(
+    folders: tuple[str, str], dtype: Any, num_ranks: int, layout: Any
 ) -> None:
     models = [ModelConfig(path=path, dtype=dtype) for path in folders]
     runs = [run_ranks(train, num_ranks, model, layout) for model in models]
     config = Config(
         model=models[0], parallel=ParallelConfig(**layout), train=TrainConfig(lora=LORA)
     )
-    [planned] = list_frozen_bytes(PlannedRun.make(config))
+    planned = list_frozen_bytes(PlannedRun.make(config))
     for packed, plain in zip(*runs, strict=True):
         for got, want in zip(packed[0], plain[0], strict=True):
             assert len(got) == len(want) and all(map(torch.equal, got, want))
         assert packed[1].keys() == plain[1].keys()
         assert all(torch.equal(value, plain[1][name]) for name, value in packed[1].items())
-        assert (packed[3] > 0) == is_packed and plain[3] == 0
-        assert packed[2] == planned < 0.6 * plain[2]
+        assert packed[3] > 0 and plain[3] == 0
+        assert packed[2] < 0.6 * plain[2]
+    each = num_ranks // len(planned)
+    held = [packed[2] for packed in runs[0]]
+    assert [max(held[first : first + each]) for first in range(0, num_ranks, each)] == planned

@@ -15,12 +15,12 @@ from mcore_rl.weights.hf.files import (
     list_export_targets,
     load_into,
     make_empty_tensors,
-    open_hf_dir,
     plan_export,
     save_tensors,
     write_export_file,
 )
 from mcore_rl.weights.hf.folder import INDEX
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
 from mcore_rl.weights.plan.whole import make_plan

@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import load_into, open_hf_dir
+from mcore_rl.weights.hf.files import load_into
+from mcore_rl.weights.hf.opened import open_hf_dir
 from tests.support.small_hf import read_all
 from tests.support.tiny_kimi_k25 import LANGUAGE, unpack_all, write_kimi_k25_model
 
@@ -45,7 +46,7 @@ def test_a_shard_is_filled_with_its_part(
 
 def test_the_matrices_count_as_those_of_the_table(folder: Path) -> None:
     facts = ModelFacts.read(folder)
-    assert facts.int4
+    assert facts.packing == "int4"
     file_of = open_hf_dir(facts)
     assert facts.family.shapes(facts.config).keys() < file_of.keys()
     assert file_of[EXPERT].name == "model.safetensors"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from checkpoint_tools.hf import open_hf
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.files import open_hf_dir
+from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.hf.tied_head import refuse_untied_head
 from tests.support.tiny_models import write_model
 
