@@ -27,7 +27,7 @@ from mcore_rl.config.data import (
     SourceConfig,
     StageConfig,
 )
-from mcore_rl.config.lora_checks import check_lora, find_unread_beside_lora
+from mcore_rl.config.lora_checks import check_base_sets, check_lora, find_unread_beside_lora
 from mcore_rl.config.rollout import (
     DriftConfig,
     ParityCheckConfig,
@@ -222,6 +222,7 @@ class Config(Options, group=""):
         check_agents(self.agents, self.rollout)
         check_steps(self.algorithm, self.rollout, self.train, self.critic)
         check_lora(self.train, self.critic, self.optimizers, self.rollout)
+        check_base_sets(self.eval, self.train.lora, self.agents)
         prompts = self.data, self.eval, self.rollout, self.agents, self.algorithm
         check_turns(self.train.lora, self.run, *prompts, self.checkpoint)
         check_recovery(self.run.recovery, self._layouts)

@@ -7,8 +7,10 @@ weights/lora/recipe_checks.py.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mcore_rl.config.agents import AgentsConfig
 from mcore_rl.config.rollout import RolloutConfig
-from mcore_rl.config.training import CriticConfig, OptimizerConfig, TrainConfig
+from mcore_rl.config.run import EvalConfig
+from mcore_rl.config.training import CriticConfig, LoraConfig, OptimizerConfig, TrainConfig
 from mcore_rl.config.tree_checks import Unread
 from mcore_rl.config.turn_checks import ADAPTER_NAME, BASE
 
@@ -85,6 +87,25 @@ def check_lora(
         _check_served_adapter(train.lora.name, rollout)
     own = {group: options for group, options in optimizers.items() if group != _CRITIC}
     _check_trained("train", train.lora.rank, own, train.megatron, train.ddp)
+
+
+def check_base_sets(evaluation: EvalConfig, lora: LoraConfig, agents: AgentsConfig) -> None:
+    """Raise ValueError if a set of eval.sets asks weights that engines cannot tell apart."""
+    for each in evaluation.sets:
+        if each.model == "policy":
+            continue
+        where = f"eval.sets: {each.name} has model={each.model}"
+        if not lora.rank or lora.sync != "adapter":
+            raise ValueError(
+                f"{where} with train.lora.rank={lora.rank} and train.lora.sync={lora.sync}: engines"
+                " serve the weights below factors by name with train.lora.sync=adapter alone; set"
+                f" it, or leave model out of {each.name}"
+            )
+        if agents.environment:
+            raise ValueError(
+                f"{where} with agents.environment={agents.environment}: programs of episodes choose"
+                f" who answers by the model of each request; leave model out of {each.name}"
+            )
 
 
 def _check_trained(

@@ -176,6 +176,9 @@ class EvalSetConfig(Options, group="eval.sets"):
     """Letters, digits, ".", "_" and "-"; metrics are named eval/<name>/..."""
     path: str = ""
     """A file, folder or glob, as in data.train."""
+    model: Literal["policy", "base"] = "policy"
+    """Who answers. base: the weights below low-rank factors (train.lora.sync=adapter), whose
+    answers don't count in the metrics of all prompts."""
 
 
 @dataclass

@@ -90,7 +90,8 @@ def evaluate(
     eval/greedy_reward     mean reward of the greedy samples, before penalties
     eval/avg_at_<n>        share of n samples of a prompt that are right, mean over prompts
     eval/pass_at_<k>       unbiased estimates for k = 1 and eval.pass_k (arXiv:2107.03374, eq. 1)
-    eval/<set>/...         the same of the prompts of one set of eval.sets
+    eval/<set>/...         the same of the prompts of one set of eval.sets; those that another model
+                           than the policy answers count here alone
 
     Samples whose reward failed are neither right nor wrong: they are left out and counted. Raises
     RewardFailureError if more failed than `rewards`, how they are made, allows.
@@ -114,8 +115,7 @@ def evaluate(
     right_N = correctness.are_correct(greedy.scores)
     sampled_N = correctness.are_correct(sampled.scores) if sampled else []
     metrics: dict[str, float] = {}
-    for name in ["", *dict.fromkeys(prompt.set_name for prompt in prompts if prompt.set_name)]:
-        chosen = [i for i, prompt in enumerate(prompts) if name in ("", prompt.set_name)]
+    for name, chosen in _choose_by_set(prompts, config).items():
         measured = _measure_greedy(greedy.scores, right_N, chosen)
         if sampled:
             measured |= _measure_sampled(sampled_N, chosen, config)
@@ -123,6 +123,18 @@ def evaluate(
         metrics |= {prefix + metric: value for metric, value in measured.items()}
     metrics["eval/reward_errors"] = float(failures.num_failed)
     return metrics, greedy
+
+
+def _choose_by_set(prompts: Sequence[Prompt], config: EvalConfig) -> dict[str, list[int]]:
+    """Return which prompts count in the metrics of each set, and of all that the policy answers."""
+    apart = {each.name for each in config.sets if each.model != "policy"}
+    by_set: dict[str, list[int]] = {"": []}
+    for i, prompt in enumerate(prompts):
+        if prompt.set_name not in apart:
+            by_set[""].append(i)
+        if prompt.set_name:
+            by_set.setdefault(prompt.set_name, []).append(i)
+    return by_set
 
 
 def _measure_sampled(

@@ -161,7 +161,8 @@ def check_sampling(config: Config, policy: ModelFacts) -> None:
     check_no_trainer(config.rollout)
     check_engines_load(policy)
     check_rollout(config, policy)
-    check_sampled_adapter(config.train.lora, config.model, policy, config.run.seed)
+    lora, held_out = config.train.lora, config.eval.sets
+    check_sampled_adapter(lora, config.model, policy, config.run.seed, held_out)
 
 
 def warn_of_cut_distribution(rollout: RolloutConfig) -> None:

@@ -27,6 +27,7 @@ from mcore_rl.data.streamed.open import is_streamed, open_prompts
 from mcore_rl.data.tokenization import token_cache_dir
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.loops.evaluation import Correctness
+from mcore_rl.rollout.adapters import BASE
 from mcore_rl.run.images import check_seen, image_prompts, model_with_images
 from mcore_rl.run.roles.turns import TurnPrompts
 from mcore_rl.types import Prompt
@@ -122,16 +123,17 @@ class PromptReader:
         """Return the prompts of evaluations, if any. Raises ValueError as `load` does.
 
         Those of eval.data come first; indices count on over the sets. Each of several adapters
-        answers a set of its own name.
+        answers a set of its own name, the weights below factors those of eval.sets that ask them.
         """
         held_out: list[Prompt] = []
-        adapters = {own.name for own in self.adapters}
+        asked = {each.name: BASE for each in self.evaluation.sets if each.model == "base"}
+        asked |= {own.name: own.name for own in self.adapters}
         named = [("", self.evaluation.data)]
         named += [(held_out_set.name, [held_out_set.path]) for held_out_set in self.evaluation.sets]
         named += [(own.name, own.eval) for own in self.adapters]
         for name, files in named:
             num_before = len(held_out)
-            own = {"set_name": name, "adapter": name if name in adapters else ""}
+            own = {"set_name": name, "adapter": asked.get(name, "")}
             held_out += [
                 replace(prompt, index=num_before + i, **own) if name else prompt
                 for i, prompt in enumerate(self.load(files)[: self.evaluation.max_prompts])

@@ -127,7 +127,8 @@ SERVED = (
 def test_engines_serve_factors_as_an_adapter(
     start: Callable[..., Run], arithmetic: Path, tmp_path: Path
 ) -> None:
-    run = start("train", *SERVED)
+    below = f"eval.sets=[{{name:below,path:{arithmetic / 'heldout.parquet'},model:base}}]"
+    run = start("train", *SERVED, below)
     assert run.finish(400) == 0, run.tail()
     run.assert_nothing_left()
     lines = run.metrics()
@@ -137,6 +138,10 @@ def test_engines_serve_factors_as_an_adapter(
     assert all(line["sync/engines_verified"] == 1 for line in lines if "sync/mib" in line)
     steps = [line for line in lines if "loss/total" in line]
     assert len(steps) == 2 and all(line["logprob_diff/mean"] < 1e-4 for line in steps), steps
+    first, *_, last = (line for line in lines if "eval/below/greedy_reward" in line)
+    changed = {key for key in first if key.startswith("eval/") and first[key] != last[key]}
+    assert not any("below" in key for key in changed), changed
+    assert first["eval/below/greedy_reward"] == first["eval/greedy_reward"]  # B is 0 at first
 
     adapter = str(tmp_path / "adapter")
     saved, base = str(run.run_dir / "checkpoints" / "step_000002"), str(arithmetic / "model")

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.algo.policy_loss import make_policy_loss
-from mcore_rl.config import AlgorithmConfig, EvalConfig, JudgeConfig, RewardConfig
+from mcore_rl.config import (
+    AlgorithmConfig,
+    EvalConfig,
+    EvalSetConfig,
+    JudgeConfig,
+    RewardConfig,
+)
 from mcore_rl.logs.names import find_documented
 from mcore_rl.loops.evaluation import Correctness, evaluate, pass_metrics
 from mcore_rl.loops.outcomes import RewardFailureError, Rollout
@@ -170,6 +176,20 @@ def test_named_sets_have_metrics_of_their_own_beside_those_of_all() -> None:
     assert metrics["eval/odd/avg_at_2"] == 0.5 and metrics["eval/odd/prompts_at_2"] == 2
     assert all(find_documented(name) for name in metrics)
     assert policy.calls == ["greedy", "sample"], "all sets are drawn together"
+
+
+def test_what_another_model_answers_counts_in_its_own_set_alone() -> None:
+    names = ["", "ours", "below", "", "below"]
+    prompts = [
+        replace(prompt, set_name=name) for prompt, name in zip(make_prompts(5), names, strict=True)
+    ]
+    sets = [EvalSetConfig("ours", "a.jsonl"), EvalSetConfig("below", "a.jsonl", model="base")]
+    policy = skilled_policy()
+    reward = policy.reward_by(repeats_the_prompt)
+    metrics, _ = evaluate(policy, prompts, reward, EvalConfig(sets=sets), REWARDS, seed=0)
+    assert metrics["eval/prompts"] == 3 and metrics["eval/greedy_accuracy"] == 1.0
+    assert metrics["eval/below/prompts"] == 2 and metrics["eval/below/greedy_accuracy"] == 0.5
+    assert metrics["eval/ours/prompts"] == 1
 
 
 def test_a_failed_score_is_not_a_wrong_answer_and_is_counted() -> None:

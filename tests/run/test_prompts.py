@@ -79,6 +79,21 @@ def test_sets_of_held_out_prompts_are_named_and_bounded_each(config: Config) -> 
     assert [prompt.set_name for prompt in prompts] == [""] * 15 + ["a"] * 15 + ["b"] * 15
     assert [prompt.index for prompt in prompts] == [*range(45)]
     assert [p.token_ids for p in prompts[30:]] == [p.token_ids for p in prompts[:15]]
+    assert {prompt.adapter for prompt in prompts} == {""}
+
+
+def test_the_weights_below_factors_answer_the_sets_that_ask_them(config: Config) -> None:
+    [first, second] = map(str, sorted(Path(config.data.train[0]).iterdir()))
+    sets = [EvalSetConfig("a", first), EvalSetConfig("below", first, model="base")]
+    lora = LoraConfig(rank=4, sync="adapter", targets=["q_proj"])
+    asked = {"eval": EvalConfig(data=[second], sets=sets, max_prompts=3)}
+    own = replace(config, **asked, train=TrainConfig(lora=lora))
+    held_out = reader_of(own).load_held_out()
+    assert [prompt.adapter for prompt in held_out] == [""] * 6 + ["base"] * 3
+    assert [p.token_ids for p in held_out[3:6]] == [p.token_ids for p in held_out[6:]]
+    for wrong in (LoraConfig(), replace(lora, sync="merged")):
+        with pytest.raises(ValueError, match=r"eval.sets: below has model=base .*sync=adapter"):
+            replace(config, **asked, train=TrainConfig(lora=wrong))
 
 
 def test_each_adapter_has_prompts_of_its_own(config: Config) -> None:

@@ -24,7 +24,7 @@ def find_options() -> Mapping[str, Option]:
 ELEMENTS = {
     *(f"data.sources[].{name}" for name in ("path", "weight")),
     *(f"data.curriculum.stages[].{name}" for name in ("after", "least", "most")),
-    *(f"eval.sets[].{name}" for name in ("name", "path")),
+    *(f"eval.sets[].{name}" for name in ("name", "path", "model")),
     *(
         f"train.lora.adapters[].{name}"
         for name in ("name", "data", "eval", "rank", "alpha", "path")

@@ -1,8 +1,9 @@
 """Checks that a recipe's adapter fits its model and the checkpoint that the run continues from."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_rl.config import CriticLoraConfig, LoraConfig, ModelConfig
+from mcore_rl.config import CriticLoraConfig, EvalSetConfig, LoraConfig, ModelConfig
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.base import find_base_sum
 from mcore_rl.weights.lora.facts import (
@@ -35,14 +36,24 @@ def check_factors(lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed
 
 
 def check_sampled_adapter(
-    lora: LoraConfig, model: ModelConfig, policy: ModelFacts, seed: int
+    lora: LoraConfig,
+    model: ModelConfig,
+    policy: ModelFacts,
+    seed: int,
+    held_out: Sequence[EvalSetConfig] = (),
 ) -> None:
     """Raise ValueError unless a command without a trainer can sample with train.lora.path.
 
-    It samples with the weights alone if there is no path.
+    It samples with the weights alone if there is no path; then no set of `held_out` may ask them by
+    name.
     """
     refuse_several(lora, "a command without a trainer")
     if not (lora.rank and lora.path):
+        if asked := [each.name for each in held_out if each.model == "base"]:
+            raise ValueError(
+                f"eval.sets: {', '.join(asked)} with model=base and no train.lora.path: all answers"
+                " are those of the weights alone; leave model out, or set train.lora.path"
+            )
         return
     if not serves_adapter(lora):
         raise ValueError(
