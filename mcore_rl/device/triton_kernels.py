@@ -320,7 +320,8 @@ def add_low_rank(
 ) -> None:
     """Add s B A to a tile of the weight; arguments as in gpu_kernels.add_low_rank.
 
-    Compiled without fused multiply-add, so that each operation is rounded for itself.
+    Compiled without fused multiply-add, so that each operation is rounded for itself. A sum of 0
+    leaves the weight as it is, -0 too.
     """
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
@@ -339,4 +340,5 @@ def add_low_rank(
     place = weight + rows[:, None] * weight_row + columns[None, :] * weight_column
     inside = has_row[:, None] & has_column[None, :]
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(place, (total + before).to(weight.dtype.element_ty), mask=inside)
+    after = tl.where(total == 0.0, before, total + before)
+    tl.store(place, after.to(weight.dtype.element_ty), mask=inside)

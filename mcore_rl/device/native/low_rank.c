@@ -2,9 +2,9 @@
 
    W = round(W0 + s (((b_0 a_0) + b_1 a_1) + b_2 a_2 + ...))     each operation rounded to float32
 
-   So products are added one by one, in the order of the rank, and neither joined with the sums
-   (fused multiply-add) nor reordered, which the pragma says against the flags of the package.
-   ROWS rows and BLOCK columns are summed side by side. */
+   A sum of 0 leaves W0 as it is, -0 too. Products are added one by one, in the order of the rank,
+   and neither joined with the sums (fused multiply-add) nor reordered, which the pragma says
+   against the flags of the package. ROWS rows and BLOCK columns are summed side by side. */
 
 #pragma GCC optimize("no-associative-math", "signed-zeros", "fp-contract=off")
 #ifdef __clang__
@@ -40,16 +40,22 @@ static inline uint16_t to_bf16(float number) {
     return (uint16_t)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
 }
 
+/* Any number plus -0 is the number itself, while -0 plus 0 is 0. */
+static inline float add_unless_zero(float added, float base) {
+    return (added == 0.0f ? -0.0f : added) + base;
+}
+
 static inline void finish(char *weight, const char *base, int is_bf16, int64_t count,
                           const float *sums, float scale) {
     if (is_bf16) {
         uint16_t *to = (uint16_t *)weight;
         const uint16_t *from = (const uint16_t *)base;
-        for (int64_t j = 0; j < count; j++) to[j] = to_bf16(sums[j] * scale + from_bf16(from[j]));
+        for (int64_t j = 0; j < count; j++) 
+            to[j] = to_bf16(add_unless_zero(sums[j] * scale, from_bf16(from[j])));
     } else {
         float *to = (float *)weight;
         const float *from = (const float *)base;
-        for (int64_t j = 0; j < count; j++) to[j] = sums[j] * scale + from[j];
+        for (int64_t j = 0; j < count; j++) to[j] = add_unless_zero(sums[j] * scale, from[j]);
     }
 }
 

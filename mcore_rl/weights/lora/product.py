@@ -6,9 +6,10 @@ here are added up one by one, in the order of the factors' ranks, and each opera
 
     W = round(W0 + s (((b_0 a_0) + b_1 a_1) + b_2 a_2 + ...))        in float32
 
-An element has the same bits in any part of the matrix, and on any device. On the host compiled code
-does it, if there is a compiler (device/native/low_rank.c), after it was compared with torch; on a
-GPU a Triton kernel does.
+A sum of 0 leaves W0 as it is, -0 too, so that factors of zeros change no bit of weights that were
+decoded from FP8, among which -0 is common. An element has the same bits in any part of the matrix,
+and on any device. On the host compiled code does it, if there is a compiler
+(device/native/low_rank.c), after it was compared with torch; on a GPU a Triton kernel does.
 """
 
 import ctypes
@@ -73,6 +74,7 @@ def add_by_torch(weight_RC: Tensor, a_rC: Tensor, b_Rr: Tensor, scale: float) ->
             torch.mul(b_Pr[:, k : k + 1], a_rC[k : k + 1], out=term_PC)
             sum_PC += term_PC
         sum_PC *= scale
+        sum_PC.masked_fill_(sum_PC == 0, -0.0)
         part_PC.copy_(sum_PC.add_(part_PC.float()))
 
 
@@ -90,10 +92,11 @@ def find_library() -> Any:
             torch.randn(shape, generator=generator).to(dtype)
             for shape in ((7, 149), (9, 149), (7, 9))
         )
+        weight[0], b[0] = -0.0, 0.0
         expected = weight.clone()
         add_by_torch(expected, a, b, 0.3)
         _merge_compiled(library, weight, weight, a, b, 0.3)
-        if not torch.equal(weight, expected):
+        if not torch.equal(weight.view(torch.uint8), expected.view(torch.uint8)):
             _log.warning("the compiler reorders sums: factors are merged by torch, which is slower")
             return None
     return library

@@ -230,3 +230,15 @@ def test_a_changed_byte_of_factors_is_refused_and_the_engine_serves_on() -> None
         with pytest.raises(SyncError, match="no engine took version 2"):
             sync(stage, controller, 2)
         assert holds(stage.engines[0], 1) and not stage.engines[0].is_paused
+
+
+def test_weights_of_minus_zero_are_those_of_a_run_that_begins() -> None:
+    """Its factors are zeros, and its weights those of the files; FP8 has many of -0."""
+    with open_stage(2, 1) as (stage, controller):
+        for held in held_by(stage):
+            for _, tensors in (held["base"], held["weights"]):
+                for tensor in tensors.values():
+                    tensor[::2] = -0.0
+        report = asyncio.run(controller.sync(0))
+        assert not report.failed, report.failed
+        assert not sync(stage, controller, 1).failed

@@ -1,6 +1,7 @@
 """W0 + s B A has the same bits in every part of a matrix, however a rank holds it."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,8 +87,14 @@ def test_the_product_is_that_of_float64_but_for_rounding() -> None:
     assert (weight - wanted).abs().max() < 1e-5
 
 
-def test_factors_of_zeros_leave_every_bit() -> None:
-    weight, a, b = make(torch.bfloat16)
-    merged = weight.clone()
-    add_product(merged, a, torch.zeros_like(b), SCALE)
-    assert torch.equal(merged, weight)
+@pytest.mark.parametrize("merge", [add_product, add_by_torch])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_of_zeros_leave_every_bit(dtype: torch.dtype, merge: Any) -> None:
+    """Of -0, too, which the files of models in FP8 have."""
+    weight, a, b = make(dtype)
+    weight[::3] = -0.0
+    weight[1::3] = 0.0
+    for zeros in (torch.zeros_like(b), torch.full_like(b, -0.0)):
+        merged = weight.clone()
+        merge(merged, a, zeros, SCALE)
+        assert torch.equal(merged.view(torch.uint8), weight.view(torch.uint8))
