@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ ALONE = Names(
     added=1.0,
 )
 """Those of Qwen3-Next and Qwen3.5."""
+HEAD_LAYER = "model.layers.0."
+"""The only layer of a model that computes such a layer."""
 
 
 def name_parts(config: Any) -> Names:
@@ -50,7 +53,8 @@ def name_parts(config: Any) -> Names:
     if config.model_type.startswith(("qwen3_next", "qwen3_5")):
         return ALONE
     layer = f"model.layers.{config.num_hidden_layers}."
-    own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+    norm = "final_layernorm" if config.model_type == "hy_v3" else "shared_head.norm"
+    own = ("enorm", "hnorm", "eh_proj", norm)
     return Names(layer, *(f"{layer}{name}.weight" for name in own), added=0.0)
 
 
@@ -135,14 +139,12 @@ def draft_in_double(folder: Path, batches: Sequence[TrainBatch]) -> Drafted:
                 accepted.append(accepted_R)
     loss = torch.cat(losses).mean()
     loss.backward()
-    named = dict(head.named_parameters())
+    of_head = _name_gradients(head)
     gradients = {name: parameter.grad for name, parameter in own.items()}
-    gradients[names.norm] = named["model.norm.weight"].grad
-    for name in weights:
-        within = "model.layers.0." + name.removeprefix(names.layer)
-        if name.startswith(names.layer) and within in named:
-            gradients[name] = named[within].grad
-    gradients |= _split_experts(named, names.layer)
+    gradients[names.norm] = of_head["model.norm.weight"]
+    for name, gradient in of_head.items():
+        if name.startswith(HEAD_LAYER):
+            gradients[name.replace(HEAD_LAYER, names.layer, 1)] = gradient
     share = float(torch.cat(accepted).double().mean())
     found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
     return Drafted(float(loss.detach()), share, found)
@@ -150,7 +152,7 @@ def draft_in_double(folder: Path, batches: Sequence[TrainBatch]) -> Drafted:
 
 def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
     """Return a model of one layer with the weights of an MTP layer."""
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     settings = json.loads(config.to_json_string(use_diff=False))
     settings |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
@@ -158,48 +160,29 @@ def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
         settings["mlp_layer_types"] = ["sparse"]
     if "layer_types" in settings:
         settings["layer_types"] = ["full_attention"]
-    own = type(config)(**settings)
-    head = transformers.AutoModelForCausalLM.from_config(own, dtype=torch.float32)
-    state = {"lm_head.weight": weights["lm_head.weight"]}
-    state["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"]
+    state = {name: weights[name] for name in ("lm_head.weight", "model.embed_tokens.weight")}
     state["model.norm.weight"] = weights[names.norm]
+    alone = {names.read, names.seen, names.project, names.norm}
     for name, value in weights.items():
-        if name.startswith(names.layer):
-            state[name.replace(names.layer, "model.layers.0.", 1)] = value
-    loaded = _stack_experts(state, head.state_dict())
-    head.load_state_dict(loaded)
+        if name.startswith(names.layer) and name not in alone:
+            state[name.replace(names.layer, HEAD_LAYER, 1)] = value
+    with TemporaryDirectory() as name:
+        type(config)(**settings).save_pretrained(name)
+        save_weights(Path(name), state)
+        head, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True
+        )
+    assert not info["missing_keys"], info
     head.lm_head.requires_grad_(False)
     return head
 
 
-def _stack_experts(state: dict[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state as modules hold it, with the experts of a layer in two tensors."""
-    experts = "model.layers.0.mlp.experts."
-    out = {name: value for name, value in state.items() if name in wanted}
-    if experts + "gate_up_proj" in wanted:
-        num_experts = len(wanted[experts + "gate_up_proj"])
-        pairs = [
-            torch.cat([state[f"{experts}{e}.{half}_proj.weight"] for half in ("gate", "up")])
-            for e in range(num_experts)
-        ]
-        downs = [state[f"{experts}{e}.down_proj.weight"] for e in range(num_experts)]
-        out[experts + "gate_up_proj"] = torch.stack(pairs)
-        out[experts + "down_proj"] = torch.stack(downs)
-    return out
-
-
-def _split_experts(named: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    """Return HF name -> gradient of the experts, which modules hold together."""
-    experts = "model.layers.0.mlp.experts."
-    if experts + "gate_up_proj" not in named:
-        return {}
-    out: dict[str, Tensor] = {}
-    both, down = named[experts + "gate_up_proj"].grad, named[experts + "down_proj"].grad
-    for e in range(len(both)):
-        gate, up = both[e].chunk(2)
-        for name, value in (("gate", gate), ("up", up), ("down", down[e])):
-            out[f"{prefix}mlp.experts.{e}.{name}_proj.weight"] = value
-    return out
+def _name_gradients(head: Any) -> dict[str, Tensor]:
+    """Return HF name -> gradient, as a checkpoint of the model names its tensors."""
+    found = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+    with TemporaryDirectory() as name:
+        head.save_pretrained(name, state_dict=found)
+        return load_weights(Path(name))
 
 
 def _draft(

@@ -106,7 +106,6 @@ DEEPSEEK_V3 = Family(
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     architecture="Glm4MoeLiteForCausalLM",
-    rules=LANGUAGE_RULES,
     supported={**DEEPSEEK_V3.supported, "partial_rotary_factor": (1.0,)},
     refusal=lambda config: (
         find_mlp_types_refusal(config)

@@ -6,12 +6,14 @@ Its layers are those of GLM-4.5 with a whole rotary embedding, under names of th
     decoder.layers.mlp.router.weight        <-  model.layers.{layer}.mlp.router.gate.weight
     decoder.layers.mlp.router.expert_bias   <-  model.layers.{layer}.mlp.expert_bias
     decoder.layers.mlp.shared_experts.*     <-  model.layers.{layer}.mlp.shared_mlp.*
+    mtp.layers.0.final_layernorm.weight     <-  model.layers.{layer}.final_layernorm.weight
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 from mcore_rl.weights.models import rules
+from mcore_rl.weights.models.mtp import BEHIND_LAYERS, list_copies, make_mtp_rules
 from mcore_rl.weights.models.settings import (
     BIASED_SIGMOID,
     PLAIN_SETTINGS,
@@ -26,7 +28,7 @@ from mcore_rl.weights.models.settings import (
     read_base_sizes,
     read_grouped_query_sizes,
 )
-from mcore_rl.weights.models.table import Family, HfConfig
+from mcore_rl.weights.models.table import Family, HfConfig, HfTensor
 
 ROUTER = "mlp.router.weight"
 
@@ -54,17 +56,21 @@ def make_hunyuan_options(config: HfConfig) -> dict[str, Any]:
     }
 
 
+MOE_LAYER = (
+    *rules.GROUPED_QUERY_ATTENTION,
+    *(rule for rule in rules.EXPERTS if not rule.key.endswith(ROUTER)),
+    rules.make_layer_rule(ROUTER, "mlp.router.gate.weight", "experts", "hidden", where="moe"),
+    rules.make_expert_bias_rule("mlp.expert_bias"),
+    *rules.make_shared_expert_rules("mlp.shared_mlp"),
+)
+MTP_MODULES = {
+    **BEHIND_LAYERS,
+    "final_layernorm.weight": HfTensor(rules.HF_LAYER + "final_layernorm.weight", ("hidden",)),
+}
+
 HUNYUAN_V3 = Family(
     "HYV3ForCausalLM",
-    (
-        *rules.MODEL,
-        *rules.GROUPED_QUERY_ATTENTION,
-        *rules.DENSE_MLP,
-        *(rule for rule in rules.EXPERTS if not rule.key.endswith(ROUTER)),
-        rules.make_layer_rule(ROUTER, "mlp.router.gate.weight", "experts", "hidden", where="moe"),
-        rules.make_expert_bias_rule("mlp.expert_bias"),
-        *rules.make_shared_expert_rules("mlp.shared_mlp"),
-    ),
+    (*rules.MODEL, *rules.DENSE_MLP, *MOE_LAYER, *make_mtp_rules(MOE_LAYER, MTP_MODULES)),
     read_hunyuan_sizes,
     is_after_dense_layers,
     make_hunyuan_options,
@@ -78,6 +84,7 @@ HUNYUAN_V3 = Family(
     },
     refusal=lambda config: find_mlp_types_refusal(config) or find_rope_theta_refusal(config),
     carried=match_mtp_names,
+    copies=list_copies,
     explicit=(
         "num_key_value_heads",
         "head_dim",

@@ -36,7 +36,10 @@ from tests.support.tiny_training import (
     token_loss,
 )
 
-KINDS = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+KINDS = (
+    *("deepseek_v3", "glm4_moe", "glm4_moe_lite", "hunyuan_v3"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+)
 COEF = 0.3
 CLIP = 0.05
 """Far below the norm of any gradient here."""
@@ -52,6 +55,8 @@ ALONE: list[Case] = [
     ("qwen3_next", {}, "none", COEF),
     ("qwen3_5", {}, "none", COEF),
     ("qwen3_5_moe", {}, "none", COEF),
+    ("glm4_moe_lite", {}, "none", COEF),
+    ("hunyuan_v3", {}, "none", COEF),
 ]
 QUICK: list[Case] = [
     ("deepseek_v3", {"pp": 2}, "none", COEF),
@@ -70,6 +75,8 @@ FURTHER: list[Case] = [
     ("deepseek_v3", {"tp": 2, "cp": 2, "ep": 4}, "moe", COEF),
     ("glm4_moe", {"tp": 2, "pp": 2, "etp": 2}, "none", COEF),
     ("glm4_moe", {"cp": 2, "dp": 2}, "full", COEF),
+    ("glm4_moe_lite", {"tp": 2, "pp": 2, "ep": 2}, "none", COEF),
+    ("hunyuan_v3", {"tp": 2, "cp": 2, "ep": 4}, "full", COEF),
     ("qwen3_next", {"tp": 2, "pp": 2, "ep": 2}, "none", COEF),
     ("qwen3_next", {"tp": 2, "cp": 2, "ep": 4}, "none", COEF),
     ("qwen3_5", {"tp": 2, "pp": 2, "vpp": 2}, "none", COEF),

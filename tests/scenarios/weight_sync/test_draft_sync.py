@@ -98,6 +98,8 @@ def make_drafting_config(hf_dir: Path, when: str = "always") -> Any:
 CASES: dict[str, tuple[str, dict[str, int], str]] = {
     "deepseek_v3": ("deepseek_v3", {}, "recorded"),
     "glm4_moe": ("glm4_moe", {}, "recorded"),
+    "glm4_moe_lite": ("glm4_moe_lite", {}, "recorded"),
+    "hunyuan_v3": ("hunyuan_v3", {}, "recorded"),
     "deepseek_v3-cut": ("deepseek_v3", {"tp": 2, "ep": 2}, "listed"),
 }
 """A family, an engine's sizes, and how the layouts are found: see test_families.py."""
