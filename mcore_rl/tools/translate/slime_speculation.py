@@ -24,8 +24,8 @@ def translate_mtp_loss(options: ForeignOptions) -> Found:
     if options.take(TRAINING, False):
         weight = "--mtp-loss-scaling-factor"
         yield RecipeLine("train.mtp_loss", options.take(weight, 0.1), (TRAINING, weight))
-        advice = "DeepSeek-V3 and GLM-4.5 (4.6) have such layers here: of other models, leave"
-        yield Decision(TRAINING, True, f"{advice} train.mtp_loss out (docs/mtp.md)")
+        advice = "models for which docs/mtp.md has no such layers: leave train.mtp_loss out"
+        yield Decision(TRAINING, True, advice)
 
 
 def translate_speculation(options: ForeignOptions) -> Found:

@@ -58,7 +58,7 @@ BEHIND_LAYERS: Mapping[str, HfTensor] = {
     "eh_proj.weight": _make_own("eh_proj.weight", "hidden", "mtp_in"),
     "final_layernorm.weight": _make_own("shared_head.norm.weight", "hidden"),
 }
-"""The modules of MTP layers in DeepSeek-V3 and GLM-4.5, as `make_mtp_rules` takes them."""
+"""The modules of MTP layers in DeepSeek-V3 and GLM-4.5 to 4.7, as `make_mtp_rules` takes them."""
 ALONE_LAYER = "mtp.layers.{layer}."
 ALONE: Mapping[str, HfTensor] = {
     "enorm.weight": HfTensor("mtp.pre_fc_norm_embedding.weight", ("hidden",), initial="zeros"),

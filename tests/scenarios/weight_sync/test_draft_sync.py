@@ -1,4 +1,4 @@
-"""The layer by which an engine guesses is synced with the policy: DeepSeek-V3 and GLM-4.5.
+"""The layer by which an engine guesses is synced with the policy, of four families.
 
 version   policy              its layer
 0         random              random
