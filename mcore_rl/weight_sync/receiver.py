@@ -217,7 +217,6 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     SGLang calls this in every rank of an engine, between /begin_weight_update and
     /end_weight_update.
     """
-    from sglang.srt.model_loader.loader import post_load_weights
     from sglang.srt.runtime_context import get_parallel
 
     commands = [tensor for name, tensor in named_tensors if name == COMMAND_NAME]
@@ -237,9 +236,22 @@ def load(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     report = _RECEIVER.handle(command, receiver_rank, load_weights, tensors)
     if command.action != "connect" and command.weights and report.error is None:
         for part in served.parts:
-            post_load_weights(part)
+            finish_load(part, is_draft=part is served.draft)
             renew_derived(part)
         forget_image_embeddings()
+
+
+def finish_load(model: Any, *, is_draft: bool) -> None:
+    """Have a model compute what it keeps of loaded weights.
+
+    SGLang's draft model of GLM-4.7-Flash has to be told that it is one.
+    """
+    from sglang.srt.model_loader.loader import post_load_weights
+
+    if is_draft and hasattr(model, "post_load_weights"):
+        model.post_load_weights(is_nextn=True)
+    else:
+        post_load_weights(model)
 
 
 def renew_derived(model: nn.Module) -> None:

@@ -153,20 +153,22 @@ def check_draft_in_torch():
 
 
 def check_share_without_cuda():
-    from sglang.srt.models import deepseek_v2
+    from sglang.srt.models import deepseek_v2, hunyuan_v3_nextn
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
     from sglang_on_cpu.drafts import share_without_cuda
 
     source = inspect.getsource(deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head)
     assert_defect("share_without_cuda", "torch.cuda.synchronize()" in source)
-    cuda = import_module("torch.cuda")
+    source = inspect.getsource(hunyuan_v3_nextn.HYV3ForCausalLMNextN.set_embed_and_head)
+    assert_defect("share_without_cuda", "get_device_module().empty_cache()" in source)
+    cuda, cpu = import_module("torch.cuda"), import_module("torch.cpu")
     wait, share = cuda.synchronize, EagleDraftWorker.init_lm_head
     with fails_without("share_without_cuda", AssertionError, RuntimeError):
         wait()
-    EagleDraftWorker.init_lm_head = lambda self: cuda.synchronize()
+    EagleDraftWorker.init_lm_head = lambda self: [cuda.synchronize(), cpu.empty_cache()]
     share_without_cuda()
     EagleDraftWorker.init_lm_head(None)
-    assert cuda.synchronize is wait
+    assert cuda.synchronize is wait and not hasattr(cpu, "empty_cache")
     EagleDraftWorker.init_lm_head = share
 
 

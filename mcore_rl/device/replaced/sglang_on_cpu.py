@@ -284,10 +284,12 @@ PATCHES: tuple[Patch, ...] = (
         (
             f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",
             "torch.cuda.synchronize",
+            "torch.cpu.empty_cache",
         ),
-        "a wait for CUDA by none, while a draft model gets the target's embedding",
-        "the wait raises an error without CUDA",
-        "the wait",
+        "a wait for CUDA and a release of its memory by none, while a draft model gets the target's"
+        " embedding",
+        "the wait raises an error without CUDA, and the release is no function of torch.cpu",
+        "both",
     ),
     _patch(
         "native_forward",

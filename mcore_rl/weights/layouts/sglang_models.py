@@ -77,7 +77,7 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_mlp.gate_proj": EngineRule("tensor"),
     "mlp.shared_mlp.up_proj": EngineRule("tensor"),
     "mlp.shared_mlp.down_proj": EngineRule("tensor", COLUMNS),
-    **dict.fromkeys(("enorm", "hnorm", "eh_proj", "shared_head.norm"), WHOLE),
+    **dict.fromkeys(("enorm", "hnorm", "eh_proj", "shared_head.norm", "final_layernorm"), WHOLE),
     **MODULES,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,

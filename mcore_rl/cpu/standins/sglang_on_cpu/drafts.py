@@ -71,7 +71,7 @@ def draft_in_torch() -> None:
 
 
 def share_without_cuda() -> None:
-    """Let draft models share the target's embedding and output layer without a wait for CUDA."""
+    """Let draft models share the target's embedding and output layer without CUDA's memory."""
     import torch
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
@@ -80,9 +80,11 @@ def share_without_cuda() -> None:
     def init_lm_head(self: Any) -> None:
         wait = torch.cuda.synchronize
         torch.cuda.synchronize = lambda *arguments: None
+        torch.cpu.empty_cache = lambda: None
         try:
             share(self)
         finally:
             torch.cuda.synchronize = wait
+            del torch.cpu.empty_cache
 
     EagleDraftWorker.init_lm_head = init_lm_head
