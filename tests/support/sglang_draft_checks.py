@@ -161,14 +161,19 @@ def check_share_without_cuda():
     assert_defect("share_without_cuda", "torch.cuda.synchronize()" in source)
     source = inspect.getsource(hunyuan_v3_nextn.HYV3ForCausalLMNextN.set_embed_and_head)
     assert_defect("share_without_cuda", "get_device_module().empty_cache()" in source)
-    cuda, cpu = import_module("torch.cuda"), import_module("torch.cpu")
+    cuda, find_module = import_module("torch.cuda"), torch.get_device_module
     wait, share = cuda.synchronize, EagleDraftWorker.init_lm_head
     with fails_without("share_without_cuda", AssertionError, RuntimeError):
         wait()
-    EagleDraftWorker.init_lm_head = lambda self: [cuda.synchronize(), cpu.empty_cache()]
+    with fails_without("share_without_cuda", AttributeError):
+        find_module("cpu").empty_cache()
+    EagleDraftWorker.init_lm_head = lambda self: [
+        cuda.synchronize(),
+        torch.get_device_module().empty_cache(),
+    ]
     share_without_cuda()
     EagleDraftWorker.init_lm_head(None)
-    assert cuda.synchronize is wait and not hasattr(cpu, "empty_cache")
+    assert cuda.synchronize is wait and torch.get_device_module is find_module
     EagleDraftWorker.init_lm_head = share
 
 

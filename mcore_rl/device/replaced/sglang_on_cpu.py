@@ -284,11 +284,11 @@ PATCHES: tuple[Patch, ...] = (
         (
             f"{_SRT}.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",
             "torch.cuda.synchronize",
-            "torch.cpu.empty_cache",
+            "torch.get_device_module",
         ),
-        "a wait for CUDA and a release of its memory by none, while a draft model gets the target's"
-        " embedding",
-        "the wait raises an error without CUDA, and the release is no function of torch.cpu",
+        "a wait for CUDA by none, and a CPU's module by CUDA's, while a draft model gets the"
+        " target's embedding",
+        "the wait raises an error without CUDA, and a CPU has no cache of memory to empty",
         "both",
     ),
     _patch(

@@ -71,20 +71,19 @@ def draft_in_torch() -> None:
 
 
 def share_without_cuda() -> None:
-    """Let draft models share the target's embedding and output layer without CUDA's memory."""
+    """Let draft models share the target's embedding and output layer without a wait for CUDA."""
     import torch
     from sglang.srt.speculative.eagle_worker_v2 import EagleDraftWorker
 
     share = EagleDraftWorker.init_lm_head
 
     def init_lm_head(self: Any) -> None:
-        wait = torch.cuda.synchronize
+        wait, find_module = torch.cuda.synchronize, torch.get_device_module
         torch.cuda.synchronize = lambda *arguments: None
-        torch.cpu.empty_cache = lambda: None
+        torch.get_device_module = lambda *arguments: torch.cuda  # of which nothing is cached
         try:
             share(self)
         finally:
-            torch.cuda.synchronize = wait
-            del torch.cpu.empty_cache
+            torch.cuda.synchronize, torch.get_device_module = wait, find_module
 
     EagleDraftWorker.init_lm_head = init_lm_head
