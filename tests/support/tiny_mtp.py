@@ -169,9 +169,10 @@ def _make_head(config: Any, weights: Mapping[str, Tensor], names: Names) -> Any:
     with TemporaryDirectory() as name:
         type(config)(**settings).save_pretrained(name)
         save_weights(Path(name), state)
-        head, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True
         )
+    head, info = loaded
     assert not info["missing_keys"], info
     head.lm_head.requires_grad_(False)
     return head
