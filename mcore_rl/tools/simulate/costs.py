@@ -66,7 +66,7 @@ class TowerCosts:
         step = flops.count_training(image, train.vision)
         if train.vision == "all" and train.recompute != "none":
             step += flops.blocks(image)
-        per_second = gpu.flops * shares.train
+        per_second = gpu.count_training(has_experts=False)
         return TowerCosts(
             flops.count_forward(image) / per_second,
             step / per_second,
@@ -360,7 +360,7 @@ class TrainCosts:
         return [-(-layers // pp) / layers] * pp
 
     def _flops(self, num_ranks: int) -> float:
-        return self.gpu.flops * self.shares.train * num_ranks
+        return self.gpu.count_training(has_experts=self.facts.has_experts) * num_ranks
 
     def _link(self, num_ranks: int) -> float:
         return _link(num_ranks, self.plan, self.gpu, self.shares)

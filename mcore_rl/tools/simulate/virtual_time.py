@@ -115,6 +115,8 @@ class GpuRates:
     host_link  bytes per second to host memory
     row_s      seconds of a request in a layer, apart from its operations, where an engine computes
                the attention of one request after the other
+    trains     share of `flops` that training reaches, with and without experts; None: TRAINS, less
+               what experts lose
     """
 
     flops: float
@@ -122,16 +124,33 @@ class GpuRates:
     link: float
     host_link: float
     row_s: float = 0.0
+    trains: float | None = None
+
+    def count_training(self, *, has_experts: bool) -> float:
+        """Return the operations per second that forward and backward passes reach."""
+        if self.trains is not None:
+            return self.flops * self.trains
+        lost = 1 / TRAINS_EXPERTS - 1 / TRAINS if has_experts else 0.0
+        return self.flops / (1 / TRAINS + lost * self.flops / H100_FLOPS)
+
+
+H100_FLOPS = 989e12
+TRAINS = 0.45
+"""Share of the peak that training of dense models reaches (Megatron-LM's README: up to 0.47)."""
+TRAINS_EXPERTS = 0.16
+"""The same of mixtures of experts on an H100, as NVIDIA publishes for gpt-oss-120b in bfloat16.
+What experts lose are kernels that wait for the host and exchanges of tokens, as long on another
+GPU."""
 
 
 GPUS = {
     "a100": GpuRates(312e12, 2.04e12, 300e9, 25e9),
-    "h100": GpuRates(989e12, 3.35e12, 450e9, 50e9),
+    "h100": GpuRates(H100_FLOPS, 3.35e12, 450e9, 50e9),
     "h20": GpuRates(148e12, 4.0e12, 450e9, 50e9),
     "h200": GpuRates(989e12, 4.8e12, 450e9, 50e9),
     "b200": GpuRates(2250e12, 8.0e12, 900e9, 50e9),
     "mi300x": GpuRates(1307e12, 5.3e12, 448e9, 50e9),
-    "cpu": GpuRates(2e11, 5e9, 2e9, 5e9, row_s=35e-6),
+    "cpu": GpuRates(2e11, 5e9, 2e9, 5e9, row_s=35e-6, trains=0.3),
 }
 
 
@@ -139,8 +158,7 @@ GPUS = {
 class ReachedShares:
     """ReachedShares of the peaks that are reached, and fixed times in seconds.
 
-    train, prefill, decode_flops   of the operations per second, in forward and backward passes, in
-                                   prefill, and in decode steps
+    prefill, decode_flops          of the operations per second, in prefill and in decode steps
     memory, link, network          of the bytes per second
     layer_s                        of a layer's kernels and collective calls in a decode step, apart
                                    from what they move
@@ -152,7 +170,6 @@ class ReachedShares:
     pause_s                        for an engine to pause, to swap its weights and to go on
     """
 
-    train: float = 0.3
     prefill: float = 0.5
     decode_flops: float = 0.4
     memory: float = 0.7

@@ -54,7 +54,7 @@ def test_a_step_takes_its_operations_and_more_where_activations_are_computed_aga
     config = recipe("parallel.tp=1", "parallel.ep=1", "parallel.dp=2", "train.recompute=none")
     costs = train_costs(config, state=ModelState(0, 0, 0))
     operations = costs.flops.count_training((8000, 8000))
-    alone = operations / (GPUS["h100"].flops * SHARES.train)
+    alone = operations / GPUS["h100"].count_training(has_experts=True)
     fixed = 2 * SHARES.microbatch_s + SHARES.call_s
     assert costs.step_s(BATCH) == pytest.approx(alone + fixed, rel=0.02)
     again = train_costs(recipe(*OVERRIDES, "train.recompute=full"), state=ModelState(0, 0, 0))

@@ -44,5 +44,5 @@ def test_seconds_are_operations_of_a_square_image() -> None:
     config = load_recipe("qwen2_5_vl_7b_grpo_8", [])
     flops = TowerFlops.from_facts(read_policy(config.model.path))
     assert flops is not None
-    per_second = GPUS["h100"].flops * SHARES.train
+    per_second = GPUS["h100"].count_training(has_experts=False)
     assert costs_of().forward_s == pytest.approx(flops.count_forward([(1, 40, 40)]) / per_second)
