@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from mcore_rl.checks.needs import check_needs
 from mcore_rl.config import Config
 from mcore_rl.config.recipe import make_config
 from mcore_rl.config.upstream.fields import (
@@ -230,9 +231,11 @@ class Translation:
     def explain_refusal(self) -> Decision | None:
         """Return why a recipe refuses these options together, with those it names; None: it takes
         them.
+
+        What the advantage needs is asked for, too: a group of samples, a teacher.
         """
         try:
-            make_config(_make_tree(self.lines))
+            check_needs(make_config(_make_tree(self.lines)))
         except ValueError as error:
             told = str(error)
         else:

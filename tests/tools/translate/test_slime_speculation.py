@@ -18,12 +18,15 @@ ENGINES = {"rollout_num_gpus_per_engine": 8, "rollout_num_gpus": 8}
 BY_NGRAMS = {"sglang_speculative_algorithm": "NGRAM", "sglang_speculative_num_draft_tokens": 6}
 
 
+GROUP = {"n_samples_per_prompt": 8}
+
+
 def of(**given: Any) -> dict[str, Any]:
     return values(slime(**given))
 
 
 def test_a_layer_that_learns_along_guesses() -> None:
-    translation = slime(**TRAINED)
+    translation = slime(**TRAINED, **GROUP)
     found = values(translation)
     assert (found["rollout.speculate"], found["rollout.speculate_tokens"]) == ("mtp", 2)
     assert found["train.mtp_loss"] == 0.2 and "drift.routed_experts" not in found
@@ -37,7 +40,7 @@ def test_n_grams_guess_without_experts_that_are_compared() -> None:
     found = of(**BY_NGRAMS)
     assert (found["rollout.speculate"], found["rollout.speculate_tokens"]) == ("ngram", 5)
     assert found["drift.routed_experts"] is False and "train.mtp_loss" not in found
-    assert slime(**BY_NGRAMS).explain_refusal() is None
+    assert slime(**BY_NGRAMS, **GROUP).explain_refusal() is None
     assert of(sglang_speculative_algorithm="NGRAM")["rollout.speculate_tokens"] == 11
 
 
@@ -57,7 +60,7 @@ def test_n_grams_guess_without_experts_that_are_compared() -> None:
 def test_what_no_engine_of_a_recipe_guesses_with_is_left_to_the_user(
     given: dict[str, Any], advice: str
 ) -> None:
-    translation = slime(**given)
+    translation = slime(**given, **GROUP)
     name = "--sglang-speculative-algorithm"
     [decision] = [item for item in translation.decisions if name in item.source.split(", ")]
     assert advice in decision.advice and "rollout.speculate" not in values(translation)

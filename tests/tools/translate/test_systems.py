@@ -77,7 +77,10 @@ OFFLOADED = {
         "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True",
         "+actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1",
     ],
-    "slime": ["--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"],
+    "slime": [
+        *("--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"),
+        *("--n-samples-per-prompt", "8"),
+    ],
     "nemo-rl": [
         "policy.megatron_cfg.enabled=true",
         "policy.megatron_cfg.optimizer.optimizer_cpu_offload=true",
@@ -104,3 +107,23 @@ def test_moments_stay_in_float32_where_nobody_asked_for_host_memory() -> None:
     system = SYSTEMS["slime"]
     found = values(complete(system.translate(system.read(["--lr", "1e-6"]))))
     assert found["train.optimizer.megatron.exp_avg_dtype"] == "float32"
+
+
+GROUPS = {
+    "verl": ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n={}"),
+    "slime": ("--n-samples-per-prompt={}",),
+    "nemo-rl": ("grpo.num_generations_per_prompt={}",),
+}
+"""How many samples of a prompt an advantage compares with one another."""
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_sample_that_is_alone_with_its_prompt_is_to_be_decided_on(name: str) -> None:
+    system = SYSTEMS[name]
+    source = GROUPS[name][-1].partition("=")[0]
+    for number, expected in ((1, [True]), (8, [])):
+        words = [word.format(number) for word in GROUPS[name]]
+        translation = complete(system.translate(system.read(words)))
+        refusals = [d for d in translation.decisions if "a recipe refuses it" in d.advice]
+        assert [source in d.source.split(", ") for d in refusals] == expected
+        assert all("rollout.samples_per_prompt=1: it compares" in d.advice for d in refusals)
