@@ -27,13 +27,14 @@ def translate_ends(
     middle = pp - len(given)
     is_read = layers is not None and all(isinstance(number, int) for number in given.values())
     rest = layers - sum(given.values()) if layers is not None and is_read else 0
-    if middle < 1 or rest < middle or rest % middle:
+    is_shared = rest >= middle and rest % middle == 0 if middle > 0 else rest == middle == 0
+    if not is_read or not is_shared:
         known = "num_hidden_layers of config.json" if layers is None else str(layers)
         for name, number in given.items():
             advice = f"set {ours}.stage_layers, {pp} numbers: {number} for this stage; the stages"
             yield Decision(name, number, f"{advice} without a number share the rest of {known}")
         return
-    stages = [rest // middle] * middle
+    stages = [rest // middle] * middle if middle else []
     first, last = ends.values()
     stages = [*([first] if first is not None else []), *stages]
     stages += [last] if last is not None else []
