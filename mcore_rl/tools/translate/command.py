@@ -40,6 +40,8 @@ def run_translate(args: argparse.Namespace) -> None:
     translation = complete(system.translate(options))
     given = len(options.given) + len(options.unreadable)
     title = f"made of {system.title}'s options by `mcore-rl translate {args.system}`: {given} given"
+    if translation.command != "train":
+        title += f"; for `mcore-rl {translation.command}`"
     text = write_recipe(translation, title)
     if args.out is None:
         print(text, end="")

@@ -279,14 +279,15 @@ def _schedule(options: ForeignOptions, ours: str) -> Found:
     elif share and total:
         sources = ("--lr-warmup-fraction", "--num-rollout")
         yield RecipeLine(
-            f"{ours}.warmup_steps", round(share * total * _mini_batches(options)), sources
+            f"{ours}.warmup_steps", round(share * total * count_mini_batches(options)), sources
         )
     elif share:
         advice = f"set {ours}.warmup_steps to this share of all optimizer steps"
         yield Decision("--lr-warmup-fraction", share, advice)
 
 
-def _mini_batches(options: ForeignOptions) -> int:
+def count_mini_batches(options: ForeignOptions) -> int:
+    """Return the optimizer steps of a rollout, which is what slime reads at once."""
     samples = options.take("--rollout-batch-size", 1) * options.take("--n-samples-per-prompt", 1)
     per_step = options.take("--global-batch-size", samples)
     return options.take("--num-steps-per-rollout", None) or max(round(samples / per_step), 1)
@@ -302,14 +303,14 @@ def translate_step(options: ForeignOptions) -> Found:
     samples = (prompts or 1) * options.take("--n-samples-per-prompt", 1)
     sources = ("--rollout-batch-size", "--n-samples-per-prompt", "--global-batch-size")
     sources = (*sources, "--num-steps-per-rollout")
-    yield RecipeLine("train.mini_batches", _mini_batches(options), sources)
+    yield RecipeLine("train.mini_batches", count_mini_batches(options), sources)
     if has_critic(options):
-        yield RecipeLine("critic.mini_batches", _mini_batches(options), sources)
+        yield RecipeLine("critic.mini_batches", count_mini_batches(options), sources)
     per_step = options.take("--global-batch-size", samples)
     if samples % per_step:
         advice = f"does not divide the {samples} samples of a step: train.mini_batches is rounded"
         yield Decision("--global-batch-size", per_step, advice)
-    yield from _micro_batches(options)
+    yield from translate_micro_batches(options)
     yield from translate_renamed(options, {"--log-probs-chunk-size": ("train.logprob_chunk", None)})
     if options.take("--use-rollout-routing-replay", False):
         yield RecipeLine("train.router_replay", "engine", ("--use-rollout-routing-replay",))
@@ -317,7 +318,8 @@ def translate_step(options: ForeignOptions) -> Found:
         yield RecipeLine("train.router_replay", "old_pass", ("--use-routing-replay",))
 
 
-def _micro_batches(options: ForeignOptions) -> Found:
+def translate_micro_batches(options: ForeignOptions) -> Found:
+    """Yield the tokens of a micro-batch."""
     name = "train.max_tokens_per_microbatch"
     if options.take("--use-dynamic-batch-size", False):
         tokens = options.take("--max-tokens-per-gpu", None)
@@ -412,10 +414,7 @@ def _correction(options: ForeignOptions) -> Found:
 
 def _other_goals(options: ForeignOptions) -> Found:
     kind = options.take("--loss-type", "policy_loss")
-    if kind == "sft_loss":
-        advice = "`mcore-rl sft` trains on answers: set sft.data, sft.steps, sft.batch_size"
-        yield Decision("--loss-type", kind, f"{advice} and sft.optimizer (docs/recipes.md)")
-    elif kind != "policy_loss":
+    if kind != "policy_loss":
         yield Decision("--loss-type", kind, "register a loss of your own (docs/algorithms.md)")
     if options.take("--use-opd", False):
         # Nothing of it is in the recipe, which refuses reward_coef without a teacher.

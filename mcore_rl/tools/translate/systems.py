@@ -21,6 +21,7 @@ from mcore_rl.tools.translate.translation import (
     RecipeLine,
     Translation,
 )
+from mcore_rl.tools.translate.tuning import name_for_command
 from mcore_rl.tools.translate.verl import translate_verl
 
 WIDTH = 120
@@ -58,22 +59,37 @@ def complete(translation: Translation) -> Translation:
     is written out, except where that system has no room for its optimizer on the GPUs.
     """
     translation = _keep_optimizer_on_gpus(translation)
-    keys = {line.key for line in translation.lines}
+    kept = _keep_unlike_cluster(translation.lines) if translation.command == "train" else []
+    further = [_name_gpus(translation.command)]
+    if (refusal := translation.explain_refusal()) is not None:
+        further.insert(0, refusal)
+    completed = replace(
+        translation,
+        lines=(*translation.lines, *kept),
+        decisions=(*further, *translation.decisions),
+    )
+    return name_for_command(completed)
+
+
+def _name_gpus(command: str) -> Decision:
+    advice = "hosts of eight H100 with 80 GiB each are assumed; "
+    if command == "train":
+        advice += "`mcore-rl plan cluster=h200` plans for others, which recipes/cluster/ has"
+    else:
+        advice += f"`mcore-rl {command} cluster=h200` is for others, which recipes/cluster/ has,"
+        advice += " and refuses at its start what does not fit"
+    return Decision("kind of GPU", None, advice)
+
+
+def _keep_unlike_cluster(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
+    """Return the defaults that a file of recipes/cluster/ would change."""
+    keys = {line.key for line in lines}
     kept = [
         RecipeLine(f"{ADAM}.{name}", value)
         for name, value in PLAIN_ADAM.items()
         if f"{ADAM}.{name}" not in keys
     ]
-    kept += _hold_longest(translation.lines)
-    advice = "hosts of eight H100 with 80 GiB each are assumed; `mcore-rl plan cluster=h200` plans"
-    further = [Decision("kind of GPU", None, f"{advice} for others, which recipes/cluster/ has")]
-    if (refusal := translation.explain_refusal()) is not None:
-        further.insert(0, refusal)
-    return replace(
-        translation,
-        lines=(*translation.lines, *kept),
-        decisions=(*further, *translation.decisions),
-    )
+    return kept + _hold_longest(lines)
 
 
 def _hold_longest(lines: Sequence[RecipeLine]) -> list[RecipeLine]:

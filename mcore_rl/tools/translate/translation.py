@@ -222,11 +222,13 @@ class Translation:
     lines       options of the recipe
     decisions   options that are left to the user
     unneeded    options that a recipe does without
+    command     the command that the recipe is for: train, sft or dpo
     """
 
     lines: tuple[RecipeLine, ...]
     decisions: tuple[Decision, ...]
     unneeded: tuple[Unneeded, ...]
+    command: str = "train"
 
     def explain_refusal(self) -> Decision | None:
         """Return why a recipe refuses these options together, with those it names; None: it takes
@@ -235,7 +237,9 @@ class Translation:
         What the advantage needs is asked for, too: a group of samples, a teacher.
         """
         try:
-            check_needs(make_config(_make_tree(self.lines)))
+            config = make_config(_make_tree(self.lines))
+            if self.command == "train":
+                check_needs(config)
         except ValueError as error:
             told = str(error)
         else:
@@ -247,12 +251,16 @@ class Translation:
 
 
 def account(
-    options: ForeignOptions, found: Found, reason_of: Callable[[str], str | None]
+    options: ForeignOptions,
+    found: Found,
+    reason_of: Callable[[str], str | None],
+    command: str = "train",
 ) -> Translation:
     """Return a translation that has every option that was given.
 
     found       the recipe's options and the user's decisions that follow from `options`
     reason_of   name of an option -> why a recipe does without it; None: it does not
+    command     the command that the recipe is for
     """
     items = list(found)
     items += _choose_correction([item for item in items if isinstance(item, RecipeLine)])
@@ -283,7 +291,7 @@ def account(
         if name in options.read - named and options.chose(name)
     ]
     kept = [line for line in lines if refusals[id(line)] is None]
-    return Translation(tuple(kept), tuple(decisions), tuple(unneeded))
+    return Translation(tuple(kept), tuple(decisions), tuple(unneeded), command)
 
 
 def _choose_correction(lines: Sequence[RecipeLine]) -> list[RecipeLine | Decision]:

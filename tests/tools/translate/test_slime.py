@@ -7,8 +7,9 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.config.upstream.fields import SERVER, read_fields
-from mcore_rl.tools.translate.slime import reason_of, translate_slime
+from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
+from mcore_rl.tools.translate.slime_unneeded import reason_of
 from mcore_rl.tools.translate.systems import write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine, says, translate_flags
 from tests.tools.translate.accounts import decided, told, values

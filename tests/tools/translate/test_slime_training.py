@@ -81,7 +81,7 @@ def test_corrections_critics_and_distillation() -> None:
     distilled = slime(use_opd=True, opd_teacher_load="/teacher")
     assert {"--use-opd", "--opd-teacher-load"} <= decided(distilled)
     assert "algorithm.reward_coef" not in values(distilled), "refused without a teacher"
-    assert "--loss-type" in decided(slime(loss_type="sft_loss"))
+    assert "--loss-type" in decided(slime(loss_type="custom_loss"))
 
 
 def test_experts_are_replayed() -> None:

@@ -1,6 +1,6 @@
 """Options that a recipe does without have a reason, and the tables have no others."""
 
-from mcore_rl.tools.translate.slime import CONFIG, OF_MEGATRON, OF_SLIME, reason_of
+from mcore_rl.tools.translate.slime_unneeded import CONFIG, OF_MEGATRON, OF_SLIME, reason_of
 from tests.tools.translate.peer_options import SLIME
 
 OF_OTHER_DEFINITIONS = {
