@@ -46,6 +46,10 @@ WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
         False,
         "weight sync does not read the shards of Megatron FSDP",
     ),
+    "policy.dequantize_base_checkpoint": (
+        False,
+        "`mcore-rl-ckpt dequantize` writes a model in bfloat16: set model.path to it",
+    ),
     "policy.draft.enabled": (False, "engines guess with rollout.speculate"),
     "policy.quant_cfg": (None, "train.megatron.fp8 trains in FP8; rollout.quantization has fp8"),
     "policy.tokenizer.chat_template": (None, "put it into model.path, as chat_template.jinja"),
@@ -65,9 +69,14 @@ def is_ppo(options: ForeignOptions) -> bool:
     return any(name.startswith("ppo.") for name in options.given)
 
 
+LOOPS = ("ppo", "sft", "dpo")
+"""Groups of options that say which training loop it is; without one it is that of GRPO."""
+
+
 def loop_of(options: ForeignOptions) -> str:
     """Return the name of the group of options of the training loop."""
-    return "ppo" if is_ppo(options) else "grpo"
+    groups = {name.partition(".")[0] for name in options.given}
+    return next((loop for loop in LOOPS if loop in groups), "grpo")
 
 
 def is_megatron(options: ForeignOptions, role: str = "policy") -> bool:

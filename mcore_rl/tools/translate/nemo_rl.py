@@ -1,4 +1,4 @@
-"""Reads configurations of NeMo-RL 0.7 for GRPO and PPO, and converts them into a recipe.
+"""Reads configurations of NeMo-RL 0.7 for GRPO, PPO, SFT and DPO, and makes recipes of them.
 
 A configuration's `defaults` name others; overrides are key=value. Data, rewards, optimizers and the
 run itself are converted here.
@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mcore_rl.tools.translate.hydra import flatten, load_tree, parse_overrides
 from mcore_rl.tools.translate.nemo_algorithm import (
-    reason_of,
     translate_advantage,
     translate_critic,
     translate_loss,
@@ -30,6 +29,8 @@ from mcore_rl.tools.translate.nemo_policy import (
     translate_sampling,
     translate_training,
 )
+from mcore_rl.tools.translate.nemo_tuning import is_tuning, reason_for_tuning, translate_tuning
+from mcore_rl.tools.translate.nemo_unneeded import reason_of
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -190,10 +191,9 @@ def translate_reward(options: ForeignOptions) -> Found:
 
 
 def translate_run(options: ForeignOptions) -> Found:
-    """Yield steps, saves, evaluations, folder and trackers."""
+    """Yield steps, saves, evaluations, folder and trackers of a loop that samples."""
     loop = loop_of(options)
-    folder = options.take("checkpointing.checkpoint_dir", "results/grpo")
-    yield RecipeLine("run.dir", folder, ("checkpointing.checkpoint_dir",))
+    yield from translate_keeping(options)
     steps = options.take(f"{loop}.max_num_steps", 1_000_000)
     epochs = options.take(f"{loop}.max_num_epochs", 1)
     if steps < NO_END or epochs <= 0:  # no number of epochs ends the run
@@ -201,6 +201,20 @@ def translate_run(options: ForeignOptions) -> Found:
     else:
         sources = (f"{loop}.max_num_epochs", f"{loop}.max_num_steps")
         yield RecipeLine("run.epochs", float(epochs), sources)
+    table: dict[str, tuple[str, Any]] = {
+        f"{loop}.max_val_samples": ("eval.max_prompts", None),
+    }
+    yield from _translate_validation(options, loop)
+    yield from translate_renamed(options, table)
+    every = options.take(f"{loop}.val_period", 10)
+    yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
+
+
+def translate_keeping(options: ForeignOptions) -> Found:
+    """Yield folder, saves, seed and trackers, whatever the loop is."""
+    loop = loop_of(options)
+    folder = options.take("checkpointing.checkpoint_dir", f"results/{loop}")
+    yield RecipeLine("run.dir", folder, ("checkpointing.checkpoint_dir",))
     saves = options.take("checkpointing.save_period", 10)
     if options.take("checkpointing.enabled", True):
         sources = ("checkpointing.save_period", "checkpointing.enabled")
@@ -210,14 +224,7 @@ def translate_run(options: ForeignOptions) -> Found:
         advice = "there the best checkpoints are kept, here the newest: set checkpoint.keep_best"
         metric = options.take("checkpointing.metric_name", None)
         yield Decision("checkpointing.metric_name", metric, advice)
-    table: dict[str, tuple[str, Any]] = {
-        f"{loop}.max_val_samples": ("eval.max_prompts", None),
-        f"{loop}.seed": ("run.seed", 42),
-    }
-    yield from _translate_validation(options, loop)
-    yield from translate_renamed(options, table)
-    every = options.take(f"{loop}.val_period", 10)
-    yield RecipeLine("eval.every_steps", max(every, 0), (f"{loop}.val_period",))
+    yield from translate_renamed(options, {f"{loop}.seed": ("run.seed", 42)})
     yield from _trackers(options)
 
 
@@ -247,10 +254,11 @@ def _translate_validation(options: ForeignOptions, loop: str) -> Found:
 
 
 def _trackers(options: ForeignOptions) -> Found:
+    project = f"{loop_of(options)}-dev"
     names = ("logger.wandb_enabled", "logger.wandb.project")
-    yield from translate_switched(options, *names, "log.wandb_project", "grpo-dev")
+    yield from translate_switched(options, *names, "log.wandb_project", project)
     names = ("logger.swanlab_enabled", "logger.swanlab.project")
-    yield from translate_switched(options, *names, "log.swanlab_project", "grpo-dev")
+    yield from translate_switched(options, *names, "log.swanlab_project", project)
     names = ("logger.mlflow_enabled", "logger.mlflow.tracking_uri")
     yield from translate_switched(options, *names, "log.mlflow_uri", "http://localhost:5000")
     yield from translate_renamed(
@@ -333,8 +341,6 @@ def _schedule(options: ForeignOptions, role: str, ours: str) -> Found:
 
 
 OTHER_LOOPS = {
-    "sft": "`mcore-rl sft` with sft.* (docs/recipes.md)",
-    "dpo": "`mcore-rl dpo` with dpo.* (docs/algorithms.md)",
     "rm": "reward models are served, not trained (docs/rewards.md)",
     "distillation": "algorithm.advantage=distillation with teacher.path (docs/algorithms.md)",
     "eval": "`mcore-rl eval` with eval.*",
@@ -345,15 +351,27 @@ OTHER_LOOPS = {
 def translate_nemo_rl(options: ForeignOptions) -> Translation:
     """Return the options of a recipe that does what NeMo-RL does with `options`.
 
-    Raises ValueError naming the training loop if it is neither that of GRPO nor of PPO.
+    Raises ValueError naming the training loop if it is none of GRPO, PPO, SFT and DPO.
     """
     for loop, instead in OTHER_LOOPS.items():
         if any(name.startswith(f"{loop}.") for name in options.given):
             raise ValueError(
-                f"the options have a group `{loop}`: configurations with `grpo` and with `ppo` are"
-                f" translated; see {instead}"
+                f"the options have a group `{loop}`: configurations with `grpo`, `ppo`, `sft` or"
+                f" `dpo` are translated; see {instead}"
             )
+    if is_tuning(options):
+        return account(options, _tune(options), reason_for_tuning, loop_of(options))
     return account(options, _translate(options), reason_of)
+
+
+def _tune(options: ForeignOptions) -> Found:
+    yield from translate_keeping(options)
+    yield from translate_model(options)
+    yield from translate_layout(options, "policy", "parallel")
+    yield from translate_micro_batches(options)
+    yield from translate_optimizer(options, "policy", "train.optimizer")
+    yield from translate_training(options)
+    yield from translate_tuning(options)
 
 
 def _translate(options: ForeignOptions) -> Found:

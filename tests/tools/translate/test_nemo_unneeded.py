@@ -1,6 +1,6 @@
 """Options that a recipe does without have a reason, and the table has no others."""
 
-from mcore_rl.tools.translate.nemo_algorithm import UNNEEDED, reason_of
+from mcore_rl.tools.translate.nemo_unneeded import UNNEEDED, reason_of
 from tests.tools.translate.peer_options import NEMO
 
 OF_LATER_VERSIONS = {"policy.generation.refit_cfg", "ppo.async_ppo"}
