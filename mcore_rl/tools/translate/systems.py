@@ -50,6 +50,11 @@ OFFLOAD = tuple(
     )
 )
 """How a refusal of an optimizer in host memory begins; the first is of the one that asks for it."""
+IN_PLACE = "rollout.stage_weights"
+OVERWRITTEN = (
+    "a sync writes over the weights that engines serve, as there; rollout.stage_weights=true"
+    " receives them while engines decode, and takes their memory twice"
+)
 
 
 def complete(translation: Translation) -> Translation:
@@ -61,6 +66,8 @@ def complete(translation: Translation) -> Translation:
     translation = _keep_optimizer_on_gpus(translation)
     kept = _keep_unlike_cluster(translation.lines) if translation.command == "train" else []
     further = [_name_gpus(translation.command)]
+    if any(line.key == IN_PLACE for line in kept):
+        further.append(Decision("weights of engines", None, OVERWRITTEN))
     if (refusal := translation.explain_refusal()) is not None:
         further.insert(0, refusal)
     completed = replace(
@@ -82,13 +89,17 @@ def _name_gpus(command: str) -> Decision:
 
 
 def _keep_unlike_cluster(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
-    """Return the defaults that a file of recipes/cluster/ would change."""
+    """Return the defaults that a file of recipes/cluster/ would change, and those that the other
+    system's engines would not have the memory for.
+    """
     keys = {line.key for line in lines}
     kept = [
         RecipeLine(f"{ADAM}.{name}", value)
         for name, value in PLAIN_ADAM.items()
         if f"{ADAM}.{name}" not in keys
     ]
+    if IN_PLACE not in keys:
+        kept.append(RecipeLine(IN_PLACE, False))
     return kept + _hold_longest(lines)
 
 

@@ -127,3 +127,14 @@ def test_a_sample_that_is_alone_with_its_prompt_is_to_be_decided_on(name: str) -
         refusals = [d for d in translation.decisions if "a recipe refuses it" in d.advice]
         assert [source in d.source.split(", ") for d in refusals] == expected
         assert all("rollout.samples_per_prompt=1: it compares" in d.advice for d in refusals)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_told"),
+    [(["--rollout-num-gpus", "8"], True), (["--colocate"], False)],
+)
+def test_engines_hold_their_weights_once(words: list[str], is_told: bool) -> None:
+    system = SYSTEMS["slime"]
+    translation = complete(system.translate(system.read(words)))
+    assert values(translation)["rollout.stage_weights"] is False
+    assert ("weights of engines" in decided(translation)) == is_told
