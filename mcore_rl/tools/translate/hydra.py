@@ -20,12 +20,21 @@ OWN_CONFIGS = frozenset(
     for program in ("", "fully_async_", "one_step_off_")
     for kind in ("ppo", "ppo_megatron")
 )
-"""Configurations of verl, whose values are its defaults here."""
+"""Configurations of verl's RL training, whose values are its defaults here."""
+SFT_CONFIG = "sft_trainer_engine"
+"""The configuration of its fine-tuning on answers, of which the same holds."""
 PROGRAMS = {
     "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
     "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    **{f"verl.trainer.sft_trainer{kind}": SFT_CONFIG for kind in ("", "_ray")},
 }
-"""Programs of verl that sample ahead, and the configuration that each takes if none is named."""
+"""Programs of verl besides main_ppo, and the configuration that each takes if none is named."""
+LAUNCHER_SIZES = {
+    "--nnodes": "trainer.nnodes",
+    "--nproc_per_node": "trainer.n_gpus_per_node",
+    "--nproc-per-node": "trainer.n_gpus_per_node",
+}
+"""Options of torchrun, which starts verl's fine-tuning, that say how many GPUs there are."""
 
 
 def read_options(arguments: Sequence[str]) -> ForeignOptions:
@@ -45,6 +54,8 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
     name = flags.config_name or PROGRAMS.get(program, "")
     primary = _read_primary(name, (folder, beside) if program else (folder,))
     given = dict(primary.given)
+    if primary.config_name == SFT_CONFIG:
+        given |= _read_gpus(arguments)
     for argument in rest:
         if argument.endswith((".yaml", ".yml")) and "=" not in argument:
             content = _read_file(Path(argument))
@@ -60,18 +71,19 @@ def read_options(arguments: Sequence[str]) -> ForeignOptions:
 
 
 OTHER_PROGRAMS = {
-    "sft": "`mcore-rl sft` trains on answers, with sft.* (docs/recipes.md)",
+    "fsdp_sft": "`mcore-rl sft` trains on answers; options of verl.trainer.sft_trainer, which verl"
+    " has instead since 0.8, are read",
     "generation": "`mcore-rl eval` samples without training",
     "eval": "`mcore-rl eval` scores answers",
 }
-"""Programs of verl that are not its RL training, by a part of their names, and what there is."""
+"""Programs of verl that are not translated, by a part of their names, and what there is."""
 
 
 def _split_program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the program of a whole command line, and what follows it; "" and other words as they
     are.
 
-    Raises ValueError if the program does not train by RL: its options mean something else.
+    Raises ValueError if the program does not train: its options mean something else.
     """
     modules = [
         place
@@ -85,8 +97,19 @@ def _split_program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
     program = words[modules[-1] + 1]
     for part, instead in OTHER_PROGRAMS.items():
         if part in program.rsplit(".", 1)[-1]:
-            raise ValueError(f"{program} is not verl's RL training: {instead}")
+            raise ValueError(f"{program} is not translated: {instead}")
     return program, words[modules[-1] + 2 :]
+
+
+def _read_gpus(words: Sequence[str]) -> dict[str, int]:
+    """Return the nodes and the GPUs of each that a command line of torchrun names; else 1."""
+    sizes = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 1}
+    for word, following in pairwise([*words, ""]):
+        flag, _, value = word.partition("=")
+        number = value or following
+        if flag in LAUNCHER_SIZES and number.isdigit():
+            sizes[LAUNCHER_SIZES[flag]] = int(number)
+    return sizes
 
 
 def _read_primary(name: str, folders: Sequence[Path]) -> ForeignOptions:
@@ -95,7 +118,7 @@ def _read_primary(name: str, folders: Sequence[Path]) -> ForeignOptions:
     Raises ValueError if it is in none of `folders`: none of its options would be translated.
     """
     stem = name.removesuffix(".yaml")
-    if not name or stem in OWN_CONFIGS:
+    if not name or stem in (*OWN_CONFIGS, SFT_CONFIG):
         return ForeignOptions({}, False, stem)
     paths = [folder / f"{stem}.yaml" for folder in folders]
     path = next((path for path in paths if path.is_file()), None)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from mcore_rl.checks.needs import check_needs
@@ -71,6 +72,12 @@ def _refuse_text(name: str, value: Any, default: Any) -> None:
         )
 
 
+def _unquote(value: Any, default: Any) -> Any:
+    """Return a list for a text that is one in quotation marks, where `default` is a list."""
+    is_quoted = isinstance(default, list) and isinstance(value, str) and value.startswith("[")
+    return yaml.safe_load(value) if is_quoted else value
+
+
 @dataclass
 class ForeignOptions:
     """Options by name; those that are read are remembered.
@@ -91,11 +98,13 @@ class ForeignOptions:
     def take(self, name: str, default: V) -> V:
         """Return an option, or what the other system takes if it is left out or null.
 
-        Raises ValueError for a text where `default` is a number or a truth value.
+        A list in quotation marks is a list. Raises ValueError for a text where `default` is a
+        number or a truth value.
         """
         self.read.add(name)
         value = self.given.get(name)
         _refuse_text(name, value, default)
+        value = _unquote(value, default)
         return default if value is None else value
 
     def take_list(self, name: str, default: Sequence[str] = ()) -> list[str]:

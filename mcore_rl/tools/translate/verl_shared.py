@@ -31,7 +31,7 @@ def take_shared(options: ForeignOptions, name: str) -> Any:
 def is_megatron(options: ForeignOptions) -> bool:
     """Return whether Megatron trains, and not FSDP."""
     own = "megatron" in options.config_name
-    own |= options.take("model_engine", "dp") == "megatron"
+    own |= options.take("model_engine", options.take("engine", "dp")) == "megatron"
     own |= any(name.startswith(f"{ACTOR}.megatron.") for name in options.given)
     return options.take(f"{ACTOR}.strategy", "megatron" if own else "fsdp") == "megatron"
 

@@ -39,38 +39,39 @@ OWN_TRANSFORMER = ("recompute_", "attention_backend", *STAGE_ENDS, *SPLITS)
 """Fields of the transformer's configuration that are not handed on as they are."""
 
 
-def translate_model(options: ForeignOptions) -> Found:
-    yield RecipeLine("model.path", home_of(options.take(f"{MODEL}.path", "")), (f"{MODEL}.path",))
+def translate_model(options: ForeignOptions, model: str = MODEL) -> Found:
+    """Yield what is trained; `model` is the group of its options."""
+    yield RecipeLine("model.path", home_of(options.take(f"{model}.path", "")), (f"{model}.path",))
     yield RecipeLine("model.dtype", "bfloat16")
-    if options.take(f"{MODEL}.trust_remote_code", False):
-        yield RecipeLine("model.trust_remote_code", True, (f"{MODEL}.trust_remote_code",))
-    frozen = f"{MODEL}.override_config.moe_config.freeze_moe_router"
+    if options.take(f"{model}.trust_remote_code", False):
+        yield RecipeLine("model.trust_remote_code", True, (f"{model}.trust_remote_code",))
+    frozen = f"{model}.override_config.moe_config.freeze_moe_router"
     if options.take(frozen, False):
         yield RecipeLine("train.freeze_router", True, (frozen,))
     tower = f"{ACTOR}.freeze_vision_tower"
     if options.take(tower, False):
         yield RecipeLine("train.vision", "none", (tower,))
-    override = f"{MODEL}.override_config."
+    override = f"{model}.override_config."
     for name, value in options.below(override, but=("attn_implementation", "moe_config.")).items():
         advice = "the model is what its config.json says: change it in a copy of model.path"
         yield Decision(f"{override}{name}", value, advice)
     for name in ("lora_rank", "lora.rank"):
-        rank = options.take(f"{MODEL}.{name}", 0)
+        rank = options.take(f"{model}.{name}", 0)
         if rank:
             advice = "set train.lora.rank, alpha and targets by names of HuggingFace modules"
-            yield Decision(f"{MODEL}.{name}", rank, f"{advice} (docs/lora.md)")
+            yield Decision(f"{model}.{name}", rank, f"{advice} (docs/lora.md)")
     for name in ("enable", "enable_train", "enable_rollout"):
-        if options.take(f"{MODEL}.mtp.{name}", False):
+        if options.take(f"{model}.mtp.{name}", False):
             advice = "set train.mtp_loss; engines use them with rollout.speculate=mtp (docs/mtp.md)"
-            yield Decision(f"{MODEL}.mtp.{name}", True, advice)
+            yield Decision(f"{model}.mtp.{name}", True, advice)
     for name, advice in {
         "tokenizer_path": "the tokenizer is that of model.path: put it there",
         "custom_chat_template": "put it into model.path, as chat_template.jinja",
         "external_lib": "families of models are tables here (docs/models.md)",
     }.items():
-        value = options.take(f"{MODEL}.{name}", None)
-        if value is not None and value != options.given.get(f"{MODEL}.path"):
-            yield Decision(f"{MODEL}.{name}", value, advice)
+        value = options.take(f"{model}.{name}", None)
+        if value is not None and value != options.given.get(f"{model}.path"):
+            yield Decision(f"{model}.{name}", value, advice)
 
 
 def translate_layout(options: ForeignOptions) -> Found:
@@ -95,12 +96,12 @@ def translate_layout(options: ForeignOptions) -> Found:
         advice = "the trainer's memory is freed for engines on its GPUs only: cluster.colocated"
         yield Decision(", ".join(offloaded), True, advice)
     if is_megatron(options):
-        yield from _megatron_overrides(options, f"{ACTOR}.megatron", "train")
+        yield from translate_overrides(options, f"{ACTOR}.megatron", "train")
     elif options.take(f"{MODEL}.enable_gradient_checkpointing", True):
         yield RecipeLine("train.recompute", "full", (f"{MODEL}.enable_gradient_checkpointing",))
 
 
-def layout_of(options: ForeignOptions, group: str, ours: str) -> Found:
+def layout_of(options: ForeignOptions, group: str, ours: str, model: str = MODEL) -> Found:
     """Yield the parallel sizes of a Megatron group of verl's as options under `ours`.
 
     All GPUs of the trainer are used: what they are more than tp * pp * cp is data parallel.
@@ -108,7 +109,7 @@ def layout_of(options: ForeignOptions, group: str, ours: str) -> Found:
     names = [f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline")]
     names.append("context_parallel_size")
     ranks = math.prod(options.take(f"{group}.{name}", 1) for name in names)
-    yield _data_parallel(options, ours, ranks)
+    yield data_parallel(options, ours, ranks)
     for name, theirs in {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
@@ -123,10 +124,10 @@ def layout_of(options: ForeignOptions, group: str, ours: str) -> Found:
         size: Any = options.take(f"{group}.{theirs}", default)
         if size not in (1, None):
             yield RecipeLine(f"{ours}.{name}", size, (f"{group}.{theirs}",))
-    yield from _stages_of(options, group, ours)
+    yield from _stages_of(options, group, ours, model)
 
 
-def _stages_of(options: ForeignOptions, group: str, ours: str) -> Found:
+def _stages_of(options: ForeignOptions, group: str, ours: str, model: str) -> Found:
     config = f"{group}.override_transformer_config"
     ends = {name: options.take(name, None) for name in (f"{config}.{end}" for end in STAGE_ENDS)}
     for split in SPLITS:
@@ -135,7 +136,8 @@ def _stages_of(options: ForeignOptions, group: str, ours: str) -> Found:
             yield Decision(f"{config}.{split}", True, advice)
     pp = options.take(f"{group}.pipeline_model_parallel_size", 1)
     vpp = options.take(f"{group}.virtual_pipeline_model_parallel_size", None)
-    layers = read_num_layers(home_of(options.take(f"{MODEL}.path", ""))) if vpp is None else None
+    path = home_of(options.take(f"{model}.path", ""))
+    layers = read_num_layers(path) if vpp is None else None
     yield from translate_ends(ours, pp, ends, layers, ())
 
 
@@ -151,16 +153,18 @@ def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
     gpus = take_shared(options, "trainer.n_gpus_per_node")
     tp = math.gcd(options.take(name, 2), max(gpus // cp, 1))
     yield RecipeLine(f"{ours}.tp", tp, (name,))
-    yield _data_parallel(options, ours, tp * cp)
+    yield data_parallel(options, ours, tp * cp)
 
 
-def _data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:
+def data_parallel(options: ForeignOptions, ours: str, ranks: int) -> RecipeLine:
+    """Return the copies of a model of so many ranks that all GPUs hold."""
     gpus = take_shared(options, "trainer.nnodes") * take_shared(options, "trainer.n_gpus_per_node")
     sources = ("trainer.nnodes", "trainer.n_gpus_per_node")
     return RecipeLine(f"{ours}.dp", max(gpus // ranks, 1), sources)
 
 
-def _megatron_overrides(options: ForeignOptions, group: str, ours: str) -> Found:
+def translate_overrides(options: ForeignOptions, group: str, ours: str) -> Found:
+    """Yield what Megatron computes again, and the fields that are handed on to it."""
     config = f"{group}.override_transformer_config"
     granularity = options.take(f"{config}.recompute_granularity", None)
     if granularity == "full":

@@ -104,7 +104,7 @@ def test_a_configuration_of_nemo_rl_is_translated(
 
 
 def test_wrong_input_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for system, word in (("slime", "words"), ("nemo-rl", "words"), ("nemo-rl", "sft.max_steps=3")):
+    for system, word in (("slime", "words"), ("nemo-rl", "words"), ("nemo-rl", "rm.max_steps=3")):
         assert main(["translate", system, word]) == 2
         assert word.split(".")[0] in capsys.readouterr().err
 

@@ -36,8 +36,11 @@ def test_the_rest_of_a_command_line_is_passed_over() -> None:
     assert read_options([*launched, "a=b"]).given == {"a": "b"}
 
 
-def test_programs_that_do_not_train_by_rl_are_refused() -> None:
-    for program, instead in (("sft_trainer", "mcore-rl sft"), ("main_generation", "mcore-rl eval")):
+def test_programs_that_are_not_translated_are_refused() -> None:
+    for program, instead in (
+        ("fsdp_sft_trainer", "mcore-rl sft"),
+        ("main_generation", "mcore-rl eval"),
+    ):
         line = ["--nnodes=1", "-m", f"verl.trainer.{program}", "data.train_files=a"]
         with pytest.raises(ValueError, match=f"verl.trainer.{program} is not .*{instead}"):
             read_options(line)

@@ -9,7 +9,8 @@ import pytest
 
 from mcore_rl.config import Config
 from mcore_rl.config.tree import leaves_under
-from mcore_rl.tools.translate.verl import OVERLONG, TRACKERS
+from mcore_rl.tools.translate.verl import OVERLONG
+from mcore_rl.tools.translate.verl_run import TRACKERS
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.verl_options import translate
 

@@ -1,6 +1,6 @@
 """Options that a recipe does without have a reason, and the table has no others."""
 
-from mcore_rl.tools.translate.verl import UNNEEDED, reason_of
+from mcore_rl.tools.translate.verl_unneeded import UNNEEDED, reason_of
 from tests.tools.translate.verl_options import KINDS, defaults_of
 
 OF_OTHER_VERSIONS = {
