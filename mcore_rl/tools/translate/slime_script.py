@@ -2,13 +2,16 @@
 
 Splits the text of a bash script into statements of words, and expands the words that can be.
 
-Nothing is run: a word that bash would have to compute, as $(seq 16 8 256), stays as its text.
+Nothing is run: a word that bash would have to compute, as $(seq 16 8 256), stays as its text;
+sums and products of known numbers, as $((2 * NUM_NODES)), are worked out.
 """
 
+import ast
 import json
+import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,15 @@ from mcore_rl.tools.translate.translation import ForeignOptions
 CLOSERS = {"$(": ")", "${": "}", "(": ")"}
 VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]([^{}$]*))?\}|\$(\w+)")
 WHOLE_ARRAY = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+
+
+ARITHMETIC = re.compile(r"\$\(\(([\w\s+*/()$-]+)\)\)")
+OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
 
 
 class Computed(str):
@@ -95,6 +107,39 @@ def _end_of_brackets(text: str, position: int, closer: str) -> int:
     return min(position + 1, len(text))
 
 
+def _work_out(text: str, variables: Variables) -> int | None:
+    """Return what $((text)) is; None: it names what is unknown, or is no sum or product."""
+    try:
+        tree = ast.parse(text.replace("$", "").strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+    def value_of(node: ast.expr) -> int | None:
+        if isinstance(node, ast.Name):
+            known = variables.get(node.id, os.environ.get(node.id, ""))
+            return int(known) if known.isdigit() else None
+        if isinstance(node, ast.Constant):
+            return node.value if isinstance(node.value, int) else None
+        if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+            return None
+        left, right = value_of(node.left), value_of(node.right)
+        if left is None or right is None or (isinstance(node.op, ast.Div) and right == 0):
+            return None
+        return OPERATORS[type(node.op)](left, right)
+
+    return value_of(tree)
+
+
+def _replace_sums(word: str, variables: Variables) -> str:
+    """Return a word with the values of its $((...)), those that are known."""
+
+    def value_of(match: re.Match[str]) -> str:
+        value = _work_out(match[1], variables)
+        return match[0] if value is None else str(value)
+
+    return ARITHMETIC.sub(value_of, word)
+
+
 def expand(word: str, variables: Variables, arrays: Arrays) -> list[str]:
     """Return the words that bash makes of one; those that it would compute as they are written."""
     whole = WHOLE_ARRAY.fullmatch(word)
@@ -111,6 +156,7 @@ def expand(word: str, variables: Variables, arrays: Arrays) -> list[str]:
         is_computed |= value is None or isinstance(value, Computed)
         return value or ""
 
+    word = _replace_sums(word, variables)
     bare = re.sub(r"(?<!\\)['\"]", "", word)
     plain = VARIABLE.sub(value_of, re.sub(r"\\(.)", r"\1", bare))
     if is_computed or any(mark in VARIABLE.sub("", bare) for mark in ("$", "`")):

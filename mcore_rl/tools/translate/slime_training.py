@@ -4,7 +4,7 @@ from typing import Any
 
 from mcore_rl.config.data import DataConfig
 from mcore_rl.config.training import RECOMPUTABLE
-from mcore_rl.tools.translate.stages import translate_ends
+from mcore_rl.tools.translate.stages import read_num_layers, translate_ends
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -105,6 +105,8 @@ def _stages(options: ForeignOptions, ours: str, pp: int) -> Found:
     has_ends = any(number is not None for number in ends.values())
     virtual = options.take("--num-layers-per-virtual-pipeline-stage", None)
     layers = options.take("--num-layers", None) if has_ends or virtual is not None else None
+    if layers is None and has_ends:
+        layers = read_num_layers(str(options.take("--hf-checkpoint", "")))
     if virtual is not None and layers is not None:
         names = ("--num-layers-per-virtual-pipeline-stage", "--num-layers")
         yield RecipeLine(f"{ours}.vpp", layers // pp // virtual, names)
@@ -153,9 +155,15 @@ def translate_engines(options: ForeignOptions) -> Found:
     share = options.take("--sglang-mem-fraction-static", None)
     advice = "set rollout.kv_cache_len, in tokens per engine, by what `mcore-rl plan` says is free"
     yield Decision("--sglang-mem-fraction-static", share, advice)
-    yield from translate_renamed(
-        options, {"--sglang-server-concurrency": ("rollout.max_concurrency", 512)}
-    )
+    yield from _concurrency(options)
+
+
+def _concurrency(options: ForeignOptions) -> Found:
+    """Yield the requests of an engine, which slime bounds before the server, and SGLang in it."""
+    names = ("--sglang-server-concurrency", "--sglang-max-running-requests")
+    bounds = [options.take(names[0], 512), options.take(names[1], None)]
+    least = min(bound for bound in bounds if bound is not None)
+    yield RecipeLine("rollout.max_concurrency", least, names)
 
 
 def _placement(options: ForeignOptions, ranks: int) -> Found:

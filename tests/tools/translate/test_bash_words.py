@@ -53,8 +53,29 @@ def test_words_that_can_be_expanded_are(word: str, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["$(seq 1 3)", "$((2 * 3))", "`date`", "${MISSING_NAME}", "${A%.sh}", "$GONE", "${NO[@]}"],
+    ["$(seq 1 3)", "$((2 ** 3))", "`date`", "${MISSING_NAME}", "${A%.sh}", "$GONE", "${NO[@]}"],
 )
 def test_other_words_stay_as_they_are_written(word: str) -> None:
     found = expand(word, {"A": "one", "GONE": Computed("$(date)")}, {})
     assert found == [word] and isinstance(found[0], Computed)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("$((DENSE + MOE))", ["78"]),
+        ('"$((2 * $DENSE))"', ["6"]),
+        ("$(( (MOE - DENSE) / 8 ))", ["9"]),
+        ("$((DENSE + NOBODY_SET_THIS))", None),
+        ("$((MOE / 0))", None),
+        ("$((MOE ** 2))", None),
+        ("$(seq 3)", None),
+    ],
+)
+def test_sums_of_known_numbers_are_worked_out(word: str, expected: list[str] | None) -> None:
+    found = expand(word, {"DENSE": "3", "MOE": "75"}, {})
+    if expected is None:
+        [left] = found
+        assert isinstance(left, Computed) and left == word.strip('"')
+    else:
+        assert found == expected and not isinstance(found[0], Computed)

@@ -1,5 +1,6 @@
 """slime's model, layout and engines as options of a recipe."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,3 +92,25 @@ def test_a_checkpoint_of_megatron_is_left_to_the_user() -> None:
     assert "--load" not in decided(slime(load="/a", save="/a"))
     assert "--load" in decided(slime(load="/a", save="/b"))
     assert of(hf_checkpoint="/models/x/")["model.path"] == "/models/x"
+
+
+def test_layers_are_those_of_the_model_where_the_script_does_not_say(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 78}')
+    given = {"pipeline_model_parallel_size": 4, "decoder_last_pipeline_num_layers": 18}
+    translation = slime(**given, hf_checkpoint=str(tmp_path))
+    assert values(translation)["parallel.stage_layers"] == [20, 20, 20, 18]
+
+
+@pytest.mark.parametrize(
+    ("given", "least"),
+    [
+        ({}, 512),
+        ({"sglang_server_concurrency": 64}, 64),
+        ({"sglang_max_running_requests": 48}, 48),
+        ({"sglang_server_concurrency": 64, "sglang_max_running_requests": 128}, 64),
+    ],
+)
+def test_the_lower_bound_of_requests_holds(given: dict[str, int], least: int) -> None:
+    translation = slime(**given)
+    assert values(translation)["rollout.max_concurrency"] == least
+    assert "--sglang-max-running-requests" not in decided(translation)
