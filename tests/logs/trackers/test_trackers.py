@@ -1,7 +1,9 @@
 """TensorBoard; W&B, trackio, SwanLab, ClearML and MLflow, offline, where they are installed."""
 
+import json
 import re
 import struct
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,7 @@ ROWS = [
     },
     {"step": 1, "prompt": "2 + 3", "response": "4", "reward": 0.0, "ground_truth": "5"},
 ]
+TABLE_OF_WANDB = "offline-run-*/files/media/table/samples/train_*.table.json"
 TRACKING = TrackingConfig(name="mine", group="ours", tags=["moe"], samples=2)
 
 
@@ -121,7 +124,7 @@ def test_first_charts_show_documented_metrics_in_their_order() -> None:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of an offline run of W&B: 7 bytes, then records in LevelDB's log format."""
+    """Yield the records of an offline run of W&B or SwanLab: 7 bytes, then LevelDB's log format."""
     data = path.read_bytes()
     place, record = 7, b""
     while place + 7 <= len(data):
@@ -136,20 +139,36 @@ def read_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+def read_wandb(folder: Path) -> list[list[Any]]:
+    """Return the records of each offline run in a run folder, in the order of their starts.
+
+    W&B's own process ends a file some milliseconds after the run was finished.
+    """
+    record_type = pytest.importorskip("wandb.proto.wandb_internal_pb2").Record
+    runs = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        records: list[Any] = []
+        deadline = time.monotonic() + 30
+        while not any(record.HasField("exit") for record in records):
+            assert time.monotonic() < deadline, f"{file}: no end in {len(records)} records"
+            time.sleep(0.02)
+            records = [record_type.FromString(record) for record in read_records(file)]
+        runs.append(records)
+    return runs
+
+
 @pytest.mark.parametrize(("charts", "is_hidden"), [("first", True), ("all", False)])
 def test_wandb_hides_charts_but_the_first(
     charts: Any, is_hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
-    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")
     [tracker] = open_here(
         tmp_path / "run", wandb_project="unit", tracking=TrackingConfig(charts=charts)
     )
     tracker.log(1, OF_A_STEP)
     tracker.close(failed=False)
-    [file] = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
-    records = [protocol.Record.FromString(record) for record in read_records(file)]
+    [records] = read_wandb(tmp_path / "run")
     defined = [record.metric for record in records if record.HasField("metric")]
     hidden = {metric.name or metric.glob_name: metric.options.hidden for metric in defined}
     assert hidden.pop("*") == is_hidden
@@ -217,20 +236,38 @@ def test_wandb_keeps_one_id_over_a_resume(tmp_path: Path, monkeypatch: pytest.Mo
         log_steps(tmp_path, last_step, (last_step or 0) + 1, wandb_project="unit")
         ids.append((tmp_path / "wandb_id").read_text())
     assert ids[0] == ids[1]
-    folders = sorted(path.name for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert folders and all(name.endswith(ids[0]) for name in folders)
+    for step, records in enumerate(read_wandb(tmp_path), 1):
+        [run] = [record.run for record in records if record.HasField("run")]
+        assert (run.run_id, run.display_name, run.run_group) == (ids[0], "mine", "ours")
+        assert list(run.tags) == ["moe"]
+        recipe = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert CONFIG.items() <= recipe.items()
+        items = [item for record in records for item in record.history.item]
+        logged = {".".join(item.nested_key) or item.key: item.value_json for item in items}
+        assert (logged["reward/mean"], logged["step"]) == (str(step / 10), str(step))
+    tables = [json.loads(path.read_text()) for path in tmp_path.glob(f"wandb/{TABLE_OF_WANDB}")]
+    assert [table["data"] for table in tables] == [make_table(ROWS)] * 2
 
 
 def test_swanlab_keeps_one_id_over_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("swanlab")
+    record_type = pytest.importorskip("swanlab.proto.swanlab.record.v1.record_pb2").Record
     monkeypatch.setenv("SWANLAB_MODE", "offline")
     ids = []
     for last_step in (None, 1):
         log_steps(tmp_path, last_step, (last_step or 0) + 1, swanlab_project="unit")
         ids.append((tmp_path / "swanlab_id").read_text())
     assert ids[0] == ids[1]
+    scalars = []
+    for file in sorted(tmp_path.glob("swanlab/run-*/*.swanlab")):
+        records = [record_type.FromString(record) for record in read_records(file)]
+        found = [record.scalar for record in records if record.HasField("scalar")]
+        scalars += [(each.key, each.step, round(each.value.number, 6)) for each in found]
+        assert any(record.HasField("media") for record in records), "samples are texts"
+        assert any(record.HasField("finish") for record in records)
+    assert scalars == [("reward/mean", 1, 0.1), ("reward/mean", 2, 0.2)]
 
 
 def test_swanlab_shows_the_first_charts_in_a_section(
@@ -258,8 +295,17 @@ def test_clearml_writes_an_offline_session(tmp_path: Path, monkeypatch: pytest.M
     tracker.log(1, {"reward/mean": 0.25})
     tracker.log_samples(1, "train", ROWS)
     tracker.close(failed=False)
-    told = "".join(path.read_text() for path in folder.parent.rglob("metrics.jsonl"))
-    assert '"metric": "reward"' in told and '"variant": "mean"' in told
+    [file] = folder.parent.rglob("metrics.jsonl")
+    events = [event for line in file.read_text().splitlines() if line for event in json.loads(line)]
+    told = [(event["metric"], event["variant"], event["iter"]) for event in events]
+    assert told == [("reward", "mean", 1), ("samples", "train", 1)]
+    assert events[0]["value"] == 0.25 and "2 + 3" in events[1]["plot_str"]
+    [described] = folder.parent.rglob("task.json")
+    recipe = json.loads(described.read_text())["hyperparams"]["recipe"]
+    assert {name: item["value"] for name, item in recipe.items()} == {
+        "run/seed": "3",
+        "algorithm/loss": "ppo_clip",
+    }
 
 
 def test_trackio_keeps_one_run_over_a_resume(
@@ -270,7 +316,12 @@ def test_trackio_keeps_one_run_over_a_resume(
     log_steps(tmp_path / "run", None, 1, trackio_project="unit")
     log_steps(tmp_path / "run", 1, 2, trackio_project="unit")
     [run] = trackio.Api().runs("unit")
-    assert run.name == "mine"
+    assert run.name == "mine" and CONFIG.items() <= run.config.items()
+    rows = trackio.sqlite_storage.SQLiteStorage.get_logs("unit", "mine")
+    means = [(row["step"], row["reward/mean"]) for row in rows if "reward/mean" in row]
+    assert means == [(1, 0.1), (2, 0.2)]
+    tables = [row["samples/train"]["_value"] for row in rows if "samples/train" in row]
+    assert [[list(cells.values()) for cells in table] for table in tables] == [make_table(ROWS)] * 2
 
 
 def test_a_space_of_trackio_gets_the_order_of_charts(
