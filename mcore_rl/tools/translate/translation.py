@@ -287,8 +287,7 @@ def account(
         if reason is not None:
             unneeded.append(Unneeded(name, value, reason))
         elif name in options.unreadable:
-            advice = "the script computes it: run the script with its functions replaced"
-            decisions.append(Decision(name, value, f"{advice} (docs/switching.md)"))
+            decisions.append(Decision(name, value, _advise_on_computed(value)))
         elif says(value):
             decisions.append(Decision(name, value, "this has no counterpart"))
         else:
@@ -301,6 +300,15 @@ def account(
     ]
     kept = [line for line in lines if refusals[id(line)] is None]
     return Translation(tuple(kept), tuple(decisions), tuple(unneeded), command)
+
+
+def _advise_on_computed(text: str) -> str:
+    """Return what to do about a value that a script computes, or takes from the environment."""
+    run = "run the script with its functions replaced (docs/switching.md)"
+    names = dict.fromkeys(re.findall(r"\$\{?([A-Z][A-Z0-9_]*)\b", text))
+    if not names or any(mark in text for mark in ("$(", "`")):
+        return f"the script computes it: {run}"
+    return f"set {' and '.join(names)} where this is run, or {run}"
 
 
 def _choose_correction(lines: Sequence[RecipeLine]) -> list[RecipeLine | Decision]:

@@ -78,6 +78,13 @@ def test_options_that_the_script_computes_are_named() -> None:
     assert decision.value == "$(cat lr)" and "computes it" in decision.advice
 
 
+def test_variables_that_nobody_set_are_named() -> None:
+    folder = {"--hf-checkpoint": "${BASE_FOLDER}/models/$MODEL_NAME"}
+    translation = translate_slime(ForeignOptions({}, False, "train.py", folder))
+    [decision] = [d for d in translation.decisions if "--hf-checkpoint" in d.source]
+    assert decision.advice.startswith("set BASE_FOLDER and MODEL_NAME where this is run")
+
+
 def test_fields_of_megatron_that_a_recipe_refuses_are_told_with_the_reason() -> None:
     translation = slime(optimizer_cpu_offload=True, use_precision_aware_optimizer=True)
     assert values(translation)["train.optimizer.megatron.use_precision_aware_optimizer"] is True
