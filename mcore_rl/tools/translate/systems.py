@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from mcore_rl.config import RolloutConfig
+from mcore_rl.config import DataConfig, RolloutConfig
 from mcore_rl.tools.translate.hydra import read_options
 from mcore_rl.tools.translate.nemo_rl import read_nemo_rl, translate_nemo_rl
 from mcore_rl.tools.translate.slime import translate_slime
@@ -106,11 +106,12 @@ def _keep_unlike_cluster(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
 def _hold_longest(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
     """Return the KV cache that holds the longest sequence, where the default does not."""
     values = {line.key: line.value for line in lines}
-    lens = [values.get(key, 0) for key in ("data.max_prompt_len", "rollout.max_response_len")]
+    longest = values.get("data.max_prompt_len", DataConfig().max_prompt_len)
+    longest += values.get("rollout.max_response_len", RolloutConfig().max_response_len)
     key = "rollout.kv_cache_len"
-    if key in values or sum(lens) <= RolloutConfig().kv_cache_len:
+    if key in values or longest <= RolloutConfig().kv_cache_len:
         return []
-    return [RecipeLine(key, sum(lens))]
+    return [RecipeLine(key, longest)]
 
 
 def _keep_optimizer_on_gpus(translation: Translation) -> Translation:

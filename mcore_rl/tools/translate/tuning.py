@@ -1,4 +1,4 @@
-"""What recipes for `mcore-rl sft` and `mcore-rl dpo` have in common, wherever they come from.
+"""Holds what recipes for `mcore-rl sft` and `mcore-rl dpo` have in common.
 
 Optimizer and steps are found as those of `mcore-rl train`, and named at the end:
 

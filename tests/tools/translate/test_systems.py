@@ -55,10 +55,16 @@ def test_a_micro_batch_holds_the_longest_sequence(name: str) -> None:
     assert told.value == 2000 and "has to hold the longest sequence" in told.advice
 
 
-@pytest.mark.parametrize(("prompt", "cache_len"), [(1024, None), (100_000, 103_072)])
-def test_an_engines_cache_holds_the_longest_sequence(prompt: int, cache_len: int | None) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "response", "cache_len"),
+    [(1024, 3072, None), (100_000, 3072, 103_072), (None, 65536, 66048)],
+)
+def test_an_engines_cache_holds_the_longest_sequence(
+    prompt: int | None, response: int, cache_len: int | None
+) -> None:
     system = SYSTEMS["slime"]
-    lens = ["--rollout-max-prompt-len", str(prompt), "--rollout-max-response-len", "3072"]
+    lens = ["--rollout-max-response-len", str(response)]
+    lens += [] if prompt is None else ["--rollout-max-prompt-len", str(prompt)]
     translation = complete(system.translate(system.read(lens)))
     assert values(translation).get("rollout.kv_cache_len") == cache_len
 
