@@ -1,4 +1,4 @@
-"""Converts pipelines whose first and last stage have other numbers of layers than the rest.
+"""Converts what depends on the model: pipelines whose first and last stage have other layers.
 
     first 4, last 5, 61 layers, 4 stages   -->   parallel.stage_layers=[4,26,26,5]
 
@@ -6,7 +6,7 @@ verl and NeMo-RL leave the number of layers to the model: it is read where the m
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.tools.translate.translation import Decision, Found, RecipeLine
@@ -43,9 +43,19 @@ def translate_ends(
 
 def read_num_layers(path: str) -> int | None:
     """Return the layers that config.json in the folder `path` names; None: it is not here."""
+    return _read_number(path, ("num_hidden_layers",))
+
+
+def read_num_experts(path: str) -> int | None:
+    """Return the experts of a layer by config.json in `path`; None: it has none, or is not here."""
+    return _read_number(path, ("num_experts", "n_routed_experts", "num_local_experts"))
+
+
+def _read_number(path: str, names: Sequence[str]) -> int | None:
     try:
         config = json.loads((Path(path) / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    number = {**config, **config.get("text_config", {})}.get("num_hidden_layers")
-    return number if isinstance(number, int) else None
+    fields = {**config, **config.get("text_config", {})}
+    numbers = [fields[name] for name in names if isinstance(fields.get(name), int)]
+    return numbers[0] if numbers else None

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mcore_rl.config.training import RECOMPUTABLE
-from mcore_rl.tools.translate.stages import read_num_layers, translate_ends
+from mcore_rl.tools.translate.stages import read_num_experts, read_num_layers, translate_ends
 from mcore_rl.tools.translate.translation import (
     Decision,
     ForeignOptions,
@@ -144,7 +144,8 @@ def _stages_of(options: ForeignOptions, group: str, ours: str, model: str) -> Fo
 def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
     """Yield the ranks that share a sequence, and those that share the weights, as engines do.
 
-    FSDP shards weights and gradients over all GPUs, which data-parallel ranks do not.
+    FSDP shards weights and gradients over all GPUs, which data-parallel ranks do not; experts are
+    divided among the GPUs of a node, if config.json is here to name them.
     """
     name = f"{ACTOR}.ulysses_sequence_parallel_size"
     cp = options.take(name, 1)
@@ -153,6 +154,9 @@ def layout_of_fsdp(options: ForeignOptions, ours: str) -> Iterator[RecipeLine]:
     gpus = take_shared(options, "trainer.n_gpus_per_node")
     tp = math.gcd(options.take(name, 2), max(gpus // cp, 1))
     yield RecipeLine(f"{ours}.tp", tp, (name,))
+    experts = read_num_experts(home_of(options.take(f"{MODEL}.path", "")))
+    if experts is not None:
+        yield RecipeLine(f"{ours}.ep", math.gcd(experts, gpus), (f"{MODEL}.path",))
     yield data_parallel(options, ours, tp * cp)
 
 

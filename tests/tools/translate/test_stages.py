@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.tools.translate.stages import read_num_layers, translate_ends
+from mcore_rl.tools.translate.stages import read_num_experts, read_num_layers, translate_ends
 from mcore_rl.tools.translate.translation import Decision, RecipeLine
 from tests.tools.translate.accounts import decided, values
 from tests.tools.translate.peer_options import nemo
@@ -70,3 +70,19 @@ def test_verl_and_nemo_rl_name_the_layers_of_an_end(tmp_path: Path) -> None:
         }
     )
     assert values(found)["parallel.stage_layers"] == [4, 6]
+
+
+@pytest.mark.parametrize("name", ["num_experts", "n_routed_experts", "num_local_experts"])
+def test_experts_that_fsdp_shards_are_divided_among_the_gpus_of_a_node(
+    tmp_path: Path, name: str
+) -> None:
+    given = {"actor_rollout_ref__model__path": str(tmp_path), "trainer__nnodes": 2}
+    assert "parallel.ep" not in values(translate(**given)), "no config.json is here"
+    (tmp_path / "config.json").write_text(json.dumps({name: 60}))
+    assert read_num_experts(str(tmp_path)) == 60
+    assert values(translate(**given))["parallel.ep"] == 4
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    assert "parallel.ep" not in values(translate(**given)), "the model has no experts"
+    on_megatron = {**given, "actor_rollout_ref__actor__strategy": "megatron"}
+    (tmp_path / "config.json").write_text(json.dumps({name: 60}))
+    assert "parallel.ep" not in values(translate(**on_megatron))
