@@ -98,7 +98,8 @@ def _steps(options: ForeignOptions) -> Found:
 
 
 def _conversations(options: ForeignOptions) -> Found:
-    yield RecipeLine("sft.data", options.take_list("--prompt-data"), ("--prompt-data",))
+    sources = ("--prompt-data", "--loss-type", "--rollout-function-path")
+    yield RecipeLine("sft.data", options.take_list("--prompt-data"), sources)
     column = options.take("--input-key", "input")
     if column != "messages":
         yield Decision("--input-key", column, MESSAGES)

@@ -10,7 +10,7 @@ from mcore_rl.config.upstream.fields import SERVER, read_fields
 from mcore_rl.tools.translate.slime import translate_slime
 from mcore_rl.tools.translate.slime_script import read_slime
 from mcore_rl.tools.translate.slime_unneeded import reason_of
-from mcore_rl.tools.translate.systems import write_recipe
+from mcore_rl.tools.translate.systems import complete, write_recipe
 from mcore_rl.tools.translate.translation import ForeignOptions, RecipeLine, says, translate_flags
 from tests.tools.translate.accounts import decided, told, values
 from tests.tools.translate.peer_options import SCRIPTS, SLIME, by_lane, slime
@@ -46,9 +46,13 @@ def test_scripts_of_slime_make_recipes_that_can_be_loaded(tmp_path: Path, name: 
     assert given <= told(translation) | {item.source for item in translation.unneeded}
     assert not [d for d in translation.decisions if "no counterpart" in d.advice]
     file = tmp_path / "made.yaml"
-    file.write_text(write_recipe(translation, "made"))
+    file.write_text(write_recipe(complete(translation), "made"))
     config = load_recipe(str(file), [])
-    assert config.rollout.prompts_per_step == options.given["--rollout-batch-size"]
+    if translation.command == "sft":
+        assert config.sft.batch_size == options.given["--global-batch-size"]
+        assert config.sft.optimizer.lr == options.given["--lr"]
+    else:
+        assert config.rollout.prompts_per_step == options.given["--rollout-batch-size"]
     assert config.parallel.tp == options.given["--tensor-model-parallel-size"]
 
 
