@@ -21,6 +21,7 @@ from mcore_rl.tools.translate.verl_training import (
     layout_of,
     layout_of_fsdp,
     passes,
+    translate_factors,
     translate_optimizer,
 )
 
@@ -307,10 +308,6 @@ def _rejection(options: ForeignOptions, has_bypass: bool) -> Found:
         yield RecipeLine(f"{group}.reject_below", math.log(float(low)), (bounds,))
 
 
-ALL_LINEAR = "all-linear"
-"""Stands for all linear layers among PEFT's target modules, which an empty list stands for here."""
-
-
 def translate_critic(options: ForeignOptions) -> Found:
     """Yield the critic of advantage=gae; without one, all that is said of critics is unread."""
     if take_shared(options, "algorithm.adv_estimator") != "gae":
@@ -332,26 +329,4 @@ def translate_critic(options: ForeignOptions) -> Found:
         yield from layout_of_fsdp(options, "critic.parallel")
     if take_shared(options, "actor_rollout_ref.hybrid_engine"):
         yield RecipeLine("critic.colocated", True, ("actor_rollout_ref.hybrid_engine",))
-    yield from _translate_factors(options)
-
-
-def _translate_factors(options: ForeignOptions) -> Found:
-    """Yield the low-rank factors of a critic that has some: verl names modules as PEFT does."""
-    source = "critic.model.lora_rank"
-    rank = options.take(source, 0)
-    if not rank:
-        return
-    yield RecipeLine("critic.lora.rank", rank, (source,))
-    yield RecipeLine(
-        "critic.lora.alpha",
-        float(options.take("critic.model.lora_alpha", 16)),
-        ("critic.model.lora_alpha",),
-    )
-    modules = options.take("critic.model.target_modules", ALL_LINEAR)
-    names = [modules] if isinstance(modules, str) else list(modules)
-    if names != [ALL_LINEAR]:
-        yield RecipeLine("critic.lora.targets", names, ("critic.model.target_modules",))
-    excluded = options.take("critic.model.exclude_modules", None)
-    if excluded:
-        advice = "name in critic.lora.targets those that have factors (docs/lora.md)"
-        yield Decision("critic.model.exclude_modules", excluded, advice)
+    yield from translate_factors(options, "critic.model", "critic.lora")

@@ -34,6 +34,8 @@ MUON = (
 )
 """Options of Muon, without the "muon_" with which their names begin."""
 STAGE_ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ALL_LINEAR = "all-linear"
+"""Stands for all linear layers among PEFT's target modules, which an empty list stands for here."""
 SPLITS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 OWN_TRANSFORMER = ("recompute_", "attention_backend", *STAGE_ENDS, *SPLITS)
 """Fields of the transformer's configuration that are not handed on as they are."""
@@ -55,7 +57,9 @@ def translate_model(options: ForeignOptions, model: str = MODEL) -> Found:
     for name, value in options.below(override, but=("attn_implementation", "moe_config.")).items():
         advice = "the model is what its config.json says: change it in a copy of model.path"
         yield Decision(f"{override}{name}", value, advice)
-    for name in ("lora_rank", "lora.rank"):
+    if not is_megatron(options):
+        yield from translate_factors(options, model, "train.lora")
+    for name in ("lora_rank", "lora.rank") if is_megatron(options) else ():
         rank = options.take(f"{model}.{name}", 0)
         if rank:
             advice = "set train.lora.rank, alpha and targets by names of HuggingFace modules"
@@ -72,6 +76,35 @@ def translate_model(options: ForeignOptions, model: str = MODEL) -> Found:
         value = options.take(f"{model}.{name}", None)
         if value is not None and value != options.given.get(f"{model}.path"):
             yield Decision(f"{model}.{name}", value, advice)
+
+
+def translate_factors(options: ForeignOptions, model: str, ours: str) -> Found:
+    """Yield low-rank factors, if there are any: verl names modules as PEFT does, where FSDP trains.
+
+    model   the group that has them
+    ours    the group that gets them
+    """
+    source = f"{model}.lora_rank"
+    rank = options.take(source, 0)
+    if not rank:
+        return
+    yield RecipeLine(f"{ours}.rank", rank, (source,))
+    alpha = f"{model}.lora_alpha"
+    yield RecipeLine(f"{ours}.alpha", float(options.take(alpha, 16)), (alpha,))
+    modules: Any = options.take(f"{model}.target_modules", ALL_LINEAR)
+    names = [modules] if isinstance(modules, str) else list(modules)
+    if names != [ALL_LINEAR]:
+        yield RecipeLine(f"{ours}.targets", names, (f"{model}.target_modules",))
+    excluded = options.take(f"{model}.exclude_modules", None)
+    if excluded:
+        advice = f"name in {ours}.targets those that have factors (docs/lora.md)"
+        yield Decision(f"{model}.exclude_modules", excluded, advice)
+    begun = options.take(f"{model}.lora_adapter_path", None)
+    if begun is not None and ours == "train.lora":
+        yield RecipeLine(f"{ours}.path", begun, (f"{model}.lora_adapter_path",))
+    elif begun is not None:
+        advice = "a critic's factors begin at zero: merge those of this folder into critic.path"
+        yield Decision(f"{model}.lora_adapter_path", begun, advice)
 
 
 def translate_layout(options: ForeignOptions) -> Found:

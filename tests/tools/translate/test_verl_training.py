@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from mcore_rl.tools.translate.systems import complete
 from mcore_rl.tools.translate.translation import ForeignOptions
 from mcore_rl.tools.translate.verl import translate_verl
 from mcore_rl.tools.translate.verl_shared import ACTOR, MODEL, home_of, is_megatron
@@ -154,8 +155,24 @@ def test_the_engine_that_trains_has_a_name() -> None:
 
 
 def test_adapters_and_fsdp_are_left_to_the_user() -> None:
-    lora = translate(**{f"{M}__lora_rank": 8})
-    assert f"{MODEL}.lora_rank" in decided(lora)
+    on_megatron = {"actor_rollout_ref__actor__strategy": "megatron"}
+    lora = translate(**on_megatron, **{f"{M}__lora_rank": 8, f"{M}__lora__rank": 8})
+    assert {f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"} <= decided(lora)
+    assert "train.lora.rank" not in values(lora)
+
+
+def test_factors_of_peft_are_those_of_a_recipe() -> None:
+    given = {"rank": 8, "alpha": 32, "adapter_path": "/adapter"}
+    of_policy = {f"{M}__lora_{name}": value for name, value in given.items()}
+    translation = translate(**of_policy, **{f"{M}__target_modules": ["q_proj", "v_proj"]})
+    found = values(translation)
+    wanted = {"rank": 8, "alpha": 32.0, "path": "/adapter", "targets": ["q_proj", "v_proj"]}
+    assert {name: found[f"train.lora.{name}"] for name in wanted} == wanted
+    assert complete(translation).explain_refusal() is None
+    assert "train.lora.targets" not in values(translate(**{f"{M}__lora_rank": 8}))
+    critic = {"algorithm__adv_estimator": "gae", "critic__model__lora_rank": 8}
+    begun = translate(**critic, critic__model__lora_adapter_path="/adapter")
+    assert "critic.model.lora_adapter_path" in decided(begun)
     assert f"{ACTOR}.strategy" in decided(translate())
     assert f"{ACTOR}.strategy" not in decided(translate(**{f"{A}__strategy": "megatron"}))
 
