@@ -50,6 +50,7 @@ OFFLOAD = tuple(
     )
 )
 """How a refusal of an optimizer in host memory begins; the first is of the one that asks for it."""
+OVERLAP = "train.ddp.overlap_grad_reduce"
 IN_PLACE = "rollout.stage_weights"
 OVERWRITTEN = (
     "a sync writes over the weights that engines serve, as there; rollout.stage_weights=true"
@@ -65,6 +66,7 @@ def complete(translation: Translation) -> Translation:
     """
     translation = _keep_optimizer_on_gpus(translation)
     kept = _keep_unlike_cluster(translation.lines) if translation.command == "train" else []
+    kept += _suit_factors(translation.lines)
     further = [_name_gpus(translation.command)]
     if any(line.key == IN_PLACE for line in kept):
         further.append(Decision("weights of engines", None, OVERWRITTEN))
@@ -101,6 +103,14 @@ def _keep_unlike_cluster(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
     if IN_PLACE not in keys:
         kept.append(RecipeLine(IN_PLACE, False))
     return kept + _hold_longest(lines)
+
+
+def _suit_factors(lines: Sequence[RecipeLine]) -> list[RecipeLine]:
+    """Return what recipes/cluster/ sets and a recipe with factors refuses."""
+    keys = {line.key for line in lines}
+    if "train.lora.rank" not in keys or OVERLAP in keys:
+        return []
+    return [RecipeLine(OVERLAP, False)]
 
 
 def _hold_longest(lines: Sequence[RecipeLine]) -> list[RecipeLine]:

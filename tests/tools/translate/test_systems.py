@@ -1,9 +1,12 @@
 """Each system is read and translated by its own rules."""
 
+from pathlib import Path
+
 import pytest
 
+from mcore_rl.config.recipe import load_recipe
 from mcore_rl.tools.translate.command import NAMES
-from mcore_rl.tools.translate.systems import SYSTEMS, complete
+from mcore_rl.tools.translate.systems import SYSTEMS, complete, write_recipe
 from tests.tools.translate.accounts import decided, values
 
 
@@ -144,3 +147,12 @@ def test_engines_hold_their_weights_once(words: list[str], is_told: bool) -> Non
     translation = complete(system.translate(system.read(words)))
     assert values(translation)["rollout.stage_weights"] is False
     assert ("weights of engines" in decided(translation)) == is_told
+
+
+def test_a_recipe_with_factors_is_taken_with_the_file_of_its_gpus(tmp_path: Path) -> None:
+    words = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.rollout.n=8"]
+    system = SYSTEMS["verl"]
+    file = tmp_path / "made.yaml"
+    file.write_text(write_recipe(complete(system.translate(system.read(words))), "made"))
+    config = load_recipe(str(file), [])
+    assert config.train.lora.rank == 8 and config.train.ddp["overlap_grad_reduce"] is False
