@@ -91,6 +91,39 @@ def copy_and_sum(
     tl.atomic_add(sums + tl.load(chunk + 6), tl.sum(total, axis=0))
 
 
+@triton.jit
+def _move_pairs(
+    source,
+    target,
+    num_words,
+    first,
+    multipliers,
+    COPYING: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> tl.tensor:
+    """Copy an even number of words between multiples of 16 bytes; return their checksum.
+
+    A step has PARTS * LANES words, a whole number of rows of the checksum. So a multiplier is
+    loaded once for all steps, and the compiler sees that accesses have 16 bytes. `first` is the
+    place of the first word in a row of the checksum. Without COPYING the words are only summed.
+    Callers state what is a multiple of what: Triton loses such a hint on an argument.
+    """
+    start = tl.arange(0, STEPS)[:, None] * (PARTS * LANES)
+    total = tl.zeros((STEPS, LANES), dtype=tl.int64)
+    for part in tl.static_range(PARTS):
+        lane = part * LANES + tl.arange(0, LANES)
+        i = start + lane[None, :]
+        inside = i < num_words
+        word = tl.load(source + i, mask=inside, other=0)
+        if COPYING:
+            tl.store(target + i, word, mask=inside)
+        total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
+    return tl.sum(tl.sum(total, axis=1), axis=0)
+
+
 @triton.jit(do_not_specialize=["version", "index"])
 def copy_and_sum_dense(
     chunks,
@@ -107,11 +140,7 @@ def copy_and_sum_dense(
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Move one chunk whose words lie side by side in pairs, and add its checksum.
-
-    A step has PARTS * LANES words, a whole number of rows of the checksum. So a multiplier is
-    loaded once for all steps, and the compiler sees that accesses have 16 bytes.
-    """
+    """Move one chunk whose words lie side by side in pairs, and add its checksum."""
     chunk = chunks + tl.program_id(0) * FIELDS
     own = tl.multiple_of(tl.load(chunk).to(tl.pointer_type(tl.int64)), 16)
     at = tl.multiple_of(tl.load(chunk + 2), 2)
@@ -120,22 +149,16 @@ def copy_and_sum_dense(
         is_expected = (tl.load(words) == version) & (tl.load(words + 1) == index)
         num_words = tl.where(is_expected, num_words, 0)
     num_words = tl.multiple_of(num_words, 2)
+    bucket = words + at
+    if COPYING and not PLACING:
+        source, target = own, bucket
+    else:
+        source, target = bucket, own
     first = (at % ROW_WORDS).to(tl.int32)
-    start = tl.arange(0, STEPS)[:, None] * (PARTS * LANES)
-    total = tl.zeros((STEPS, LANES), dtype=tl.int64)
-    for part in tl.static_range(PARTS):
-        lane = part * LANES + tl.arange(0, LANES)
-        i = start + lane[None, :]
-        inside = i < num_words
-        if COPYING and not PLACING:
-            word = tl.load(own + i, mask=inside, other=0)
-            tl.store(words + at + i, word, mask=inside)
-        else:
-            word = tl.load(words + at + i, mask=inside, other=0)
-            if COPYING:
-                tl.store(own + i, word, mask=inside)
-        total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
-    tl.atomic_add(sums + tl.load(chunk + 6), tl.sum(tl.sum(total, axis=1), axis=0))
+    total = _move_pairs(
+        source, target, num_words, first, multipliers, COPYING, ROW_WORDS, STEPS, LANES, PARTS
+    )
+    tl.atomic_add(sums + tl.load(chunk + 6), total)
 
 
 @triton.jit
@@ -277,27 +300,17 @@ def pull_dense(
     LANES: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Copy one chunk whose words lie side by side in pairs, and add its checksum.
-
-    Steps and parts as in `copy_and_sum_dense`.
-    """
+    """Copy one chunk whose words lie side by side in pairs, and add its checksum."""
     chunk = chunks + tl.program_id(0) * FIELDS
     source_byte = tl.load(bases + tl.load(chunk)) + tl.load(chunk + 1)
     source = tl.multiple_of(source_byte.to(tl.pointer_type(tl.int64)), 16)
     target = tl.multiple_of(tl.load(chunk + 3).to(tl.pointer_type(tl.int64)), 16)
     first = (tl.load(chunk + 5) % ROW_WORDS).to(tl.int32)
     num_words = tl.multiple_of(tl.load(chunk + 8).to(tl.int32), 2)
-    start = tl.arange(0, STEPS)[:, None] * (PARTS * LANES)
-    total = tl.zeros((STEPS, LANES), dtype=tl.int64)
-    for part in tl.static_range(PARTS):
-        lane = part * LANES + tl.arange(0, LANES)
-        i = start + lane[None, :]
-        inside = i < num_words
-        word = tl.load(source + i, mask=inside, other=0)
-        if COPYING:
-            tl.store(target + i, word, mask=inside)
-        total += word * tl.load(multipliers + (first + lane) % ROW_WORDS)[None, :]
-    tl.atomic_add(sums + tl.load(chunk + 9), tl.sum(tl.sum(total, axis=1), axis=0))
+    total = _move_pairs(
+        source, target, num_words, first, multipliers, COPYING, ROW_WORDS, STEPS, LANES, PARTS
+    )
+    tl.atomic_add(sums + tl.load(chunk + 9), total)
 
 
 @triton.jit
