@@ -45,7 +45,7 @@ _ENDING_S = 60.0
 """How long `mcore-rl train` may take to end what it started, once it is interrupted."""
 _DEADLINE_S = _TRAIN_S + _ENDING_S + 60
 """With what comes before: the data and the start of this process."""
-_ON_GPU = (
+ON_GPU = (
     "model.dtype=bfloat16",
     "cluster.colocated=true",
     "cluster.offload=true",
@@ -116,7 +116,7 @@ def settings(prompts: Path, model: Sequence[str], run_dir: Path, num_steps: int)
         "eval.data=[]",
         "checkpoint.every_steps=0",
         "log.tensorboard=false",
-        *(_ON_GPU if has_cuda() else ()),
+        *(ON_GPU if has_cuda() else ()),
         *json.loads(os.environ.get(SETTINGS, "[]")),
     ]
 
