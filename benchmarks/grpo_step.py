@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_models import make_workload
 from grpo_rivals import RIVALS, Resources, Rival, run_script
-from grpo_workload import BY_NAME, WORKLOADS, Workload, make_workload
+from grpo_workload import BY_NAME, WORKLOADS, Workload
 
 STEPS = {"1M-32x64": 16, "1M-256x256": 6, "55M-64x128": 5, "SmolLM2-32x128": 4}
 """Steps of a turn of each system."""

@@ -1,14 +1,7 @@
-"""Makes the workloads of benchmarks/grpo_step.py: prompts, a tokenizer and a model."""
+"""The workloads of benchmarks/grpo_step.py and gpu_grpo.py: sizes alone, this imports nothing."""
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-from mcore_rl.tasks.arithmetic import prepare_arithmetic
 
 LEARNING_RATE = 1e-6
 MAX_PROMPT_LEN = 256
@@ -30,6 +23,29 @@ MEDIUM: dict[str, Any] = {
     "intermediate_size": 1024,
     "moe_intermediate_size": 512,
 }
+LARGE: dict[str, Any] = {
+    "vocab_size": 32768,
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 4096,
+    "moe_intermediate_size": 768,
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+}
+"""The mixture of experts of the GPU checks."""
+DENSE: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+}
+"""Qwen3-0.6B with a head of its own."""
 EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -43,7 +59,8 @@ EXPERTS: dict[str, Any] = {
 class Workload:
     """Model and samples of a GRPO step.
 
-    shape      sizes of a mixture of experts of random weights; None: SmolLM2-135M-Instruct
+    shape      sizes of a model of random weights, with experts if it names their size; None:
+               SmolLM2-135M-Instruct
     max_len    most tokens of a response
     mean_len   mean length that the random model's chance of ending would give if `max_len` did not
                cut; None: every response has `max_len`, or ends where SmolLM2 ends it
@@ -63,6 +80,10 @@ class Workload:
     def num_samples(self) -> int:
         return self.num_prompts * self.samples_per_prompt
 
+    @property
+    def has_experts(self) -> bool:
+        return self.shape is not None and "moe_intermediate_size" in self.shape
+
 
 WORKLOADS = (
     Workload("1M-32x64", SMALL, 4, 8, 64),
@@ -70,56 +91,8 @@ WORKLOADS = (
     Workload("55M-64x128", MEDIUM, 8, 8, 128, mean_len=64),
     Workload("SmolLM2-32x128", None, 4, 8, 128),
 )
-BY_NAME = {workload.name: workload for workload in WORKLOADS}
-
-
-def make_workload(workload: Workload, folder: Path) -> None:
-    """Write train.parquet and model/ (tokenizer, config.json, float32 weights) to `folder`."""
-    prepare_arithmetic(folder, seed=0)
-    if workload.shape is None:
-        from smollm2 import write_smollm2
-
-        shutil.rmtree(folder / "model")
-        write_smollm2(folder / "model")
-        return
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    make_model(workload, tokenizer).save_pretrained(folder / "model")
-
-
-def make_model(workload: Workload, tokenizer: PreTrainedTokenizerBase) -> Qwen3MoeForCausalLM:
-    """Return a model of random float32 weights that ends its responses as `workload` says."""
-    torch.manual_seed(0)
-    eos = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
-    assert isinstance(eos, int) and isinstance(pad, int), f"eos {eos}, pad {pad}"
-    sizes = (workload.shape or {}) | EXPERTS
-    config = Qwen3MoeConfig(vocab_size=len(tokenizer), eos_token_id=eos, pad_token_id=pad, **sizes)
-    model = Qwen3MoeForCausalLM(config).float()
-    chance = 0.0 if workload.mean_len is None else 1 / workload.mean_len
-    _set_chance(model, eos, chance)
-    return model
-
-
-@torch.no_grad()
-def _set_chance(model: Qwen3MoeForCausalLM, token_id: int, chance: float) -> None:
-    """Have the model sample a token with about this probability, whatever came before it.
-
-    Residual coordinate 0 becomes a constant, and only the output row of `token_id` looks at it.
-    """
-    for name, weight in model.named_parameters():
-        if name.endswith("embed_tokens.weight"):
-            weight[:, 0] = 1.0
-        elif name.endswith("o_proj.weight"):
-            weight[0] = 0.0
-        elif name.endswith("experts.down_proj"):
-            weight[:, 0] = 0.0
-        elif name.endswith("lm_head.weight"):
-            weight[:, 0] = 0.0
-            weight[token_id] = 0.0
-    row = model.lm_head.weight[token_id]
-    context = torch.arange(model.config.vocab_size)[None]
-    low, high = -10.0, 10.0
-    for _ in range(40):
-        row[0] = (low + high) / 2
-        probability = model(context).logits.softmax(-1)[..., token_id].mean()
-        low, high = (low, row[0].item()) if probability > chance else (row[0].item(), high)
+GPU_WORKLOADS = (
+    Workload("1.4B-128x512", LARGE, 16, 8, 512, mean_len=512),
+    Workload("0.8B-128x512", DENSE, 16, 8, 512, mean_len=512),
+)
+BY_NAME = {workload.name: workload for workload in (*WORKLOADS, *GPU_WORKLOADS)}
