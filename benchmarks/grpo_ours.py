@@ -1,69 +1,43 @@
-"""Trains with `mcore-rl train`; prints a JSON line with the seconds and tokens of each step."""
+"""Trains with `mcore-rl train`; prints a JSON line with seconds, tokens and phases of each step."""
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from grpo_workload import BY_NAME, LEARNING_RATE, MAX_PROMPT_LEN, Workload
-from quiet_command import ROOT, output_of
+from grpo_options import RECIPE, list_own, list_own_on_gpu
+from grpo_workload import BY_NAME, Workload
+from quiet_command import output_of
 
-DENSE = {"train.router_aux_loss_coef": 0.0}
-"""Options of a run whose model has no experts."""
-
-
-def settings_of(workload: Workload, folder: Path, run_dir: Path, num_steps: int) -> dict[str, Any]:
-    """Return options of the run; it has a step more, the last, which saves."""
-    longest = MAX_PROMPT_LEN + workload.max_len
-    return {
-        "run.dir": run_dir,
-        "run.steps": num_steps + 1,
-        "run.resume": False,
-        "model.path": folder / "model",
-        "model.init": "hf",
-        "model.dtype": "float32",
-        "data.train": f"[{folder / 'train.parquet'}]",
-        "data.max_prompt_len": MAX_PROMPT_LEN,
-        "rollout.prompts_per_step": workload.num_prompts,
-        "rollout.samples_per_prompt": workload.samples_per_prompt,
-        "rollout.max_response_len": workload.max_len,
-        "rollout.temperature": 1.0,
-        "rollout.kv_cache_len": workload.num_samples * longest,
-        "train.mini_batches": 1,
-        "train.epochs": 1,
-        "train.optimizer.lr": LEARNING_RATE,
-        "train.optimizer.min_lr": 0.0,
-        "train.optimizer.schedule": "constant",
-        "train.optimizer.warmup_steps": 0,
-        "algorithm.kl.coef": 0.0,
-        "reward.path": ROOT / "benchmarks" / "grpo_reward.py",
-        "reward.name": "reward",
-        "eval.data": "[]",
-        "checkpoint.every_steps": 0,
-        "checkpoint.export_hf": False,
-        "log.tensorboard": False,
-        "train.share_prefixes": True,  # faster in all workloads
-        "parallel.ep": 1,
-        "parallel.dp": workload.processes,
-        "rollout.engines": workload.processes,
-        **(DENSE if workload.shape is None else {}),
-    }
+PHASES = ("rollout", "reward", "logprobs", "train", "sync")
+LARGEST_LOG = 2**22
+"""Larger files of a run are not kept."""
 
 
-def measure(workload: Workload, folder: Path, num_steps: int, overrides: list[str]) -> None:
+def measure(
+    workload: Workload, folder: Path, run_dir: Path, num_steps: int, overrides: list[str]
+) -> None:
     """Print the figures of all steps but the first and the last."""
-    with tempfile.TemporaryDirectory(prefix="grpo_ours_") as name:
-        run_dir = Path(name, "run")
-        settings = settings_of(workload, folder, run_dir, num_steps)
-        command = [sys.executable, "-m", "mcore_rl.cli", "train", "recipe=tiny_moe_grpo"]
-        options = [*(f"{key}={value}" for key, value in settings.items()), *overrides]
-        output_of([*command, *options])
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    settings = list_own(workload, folder, run_dir, num_steps)
+    command = [sys.executable, "-m", "mcore_rl.cli", "train", f"recipe={RECIPE}"]
+    output_of([*command, *(f"{key}={value}" for key, value in settings.items()), *overrides])
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "time/step" in row][1:num_steps]
-    tokens = [round(row["rollout/response_len"] * workload.num_samples) for row in rows]
-    print(json.dumps({"seconds": [row["time/step"] for row in rows], "tokens": tokens}))
+    figures = {
+        "seconds": [row["time/step"] for row in rows],
+        "tokens": [round(row["rollout/response_len"] * workload.num_samples) for row in rows],
+        "phases": {name: [row.get(f"time/{name}", 0.0) for row in rows] for name in PHASES},
+    }
+    print(json.dumps(figures))
+
+
+def keep_logs(run_dir: Path) -> None:
+    """Remove from a run's folder what is no log: weights and other large files."""
+    for path in run_dir.rglob("*"):
+        if path.is_file() and path.stat().st_size > LARGEST_LOG:
+            path.unlink()
 
 
 def main() -> None:
@@ -71,9 +45,22 @@ def main() -> None:
     parser.add_argument("--workload", choices=tuple(BY_NAME), required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--max-tokens", type=int, default=32768, help="of a GPU's micro-batch")
+    parser.add_argument("--run-dir", type=Path, help="where the run's logs stay; must be new")
     parser.add_argument("overrides", nargs="*", help="key=value, for the recipe")
     args = parser.parse_args()
-    measure(BY_NAME[args.workload], args.folder, args.steps, args.overrides)
+    # The run ends by itself at a Ctrl-C, which it gets, too; a handler is not inherited by it.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    workload = BY_NAME[args.workload]
+    on_gpu = list_own_on_gpu(workload, args.max_tokens) if args.device == "cuda" else []
+    with tempfile.TemporaryDirectory(prefix="grpo_ours_") as name:
+        run_dir = args.run_dir or Path(name, "run")
+        try:
+            measure(workload, args.folder, run_dir, args.steps, [*on_gpu, *args.overrides])
+        finally:
+            if args.run_dir:
+                keep_logs(run_dir)
 
 
 if __name__ == "__main__":
