@@ -16,14 +16,14 @@ from grpo_workload import LEARNING_RATE, Workload
 from quiet_command import ROOT, output_of
 from rival_packages import install_once, pip_install
 
-_TRL_SITE = ROOT / "benchmarks" / ".trl"
+TRL_SITE = ROOT / "benchmarks" / ".trl"
 _VERL_VENV = ROOT / "benchmarks" / ".verl"
 _VERL_REQUIREMENTS = ROOT / "requirements" / "bench_verl.txt"
 _CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
 
 _KEEPS_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=0x3fffffffffffffff"
-_ALLOCATOR = {"GLIBC_TUNABLES": f"{_KEEPS_MEMORY}:glibc.malloc.top_pad=0x4000000"}
+ALLOCATOR = {"GLIBC_TUNABLES": f"{_KEEPS_MEMORY}:glibc.malloc.top_pad=0x4000000"}
 """The settings of mcore_rl/cpu/host_allocator.py, for processes that do not import it."""
 
 
@@ -67,9 +67,9 @@ def _run_trl(
     workload: Workload, folder: Path, num_steps: int, resources: Resources
 ) -> dict[str, Any]:
     options = ["--workload", workload.name, *_options(folder, num_steps, resources)]
-    environment = _ALLOCATOR | {
+    environment = ALLOCATOR | {
         "OMP_NUM_THREADS": str(resources.threads),
-        "PYTHONPATH": str(_TRL_SITE),
+        "PYTHONPATH": str(TRL_SITE),
     }
     if resources.processes == 1:
         return run_script(sys.executable, "grpo_trl.py", options, **environment)
@@ -89,7 +89,7 @@ def _run_verl(
     }
     options = [str(word) for pair in sizes.items() for word in pair]
     options += _options(folder, num_steps, resources)
-    return run_script(_VERL_VENV / "bin" / "python", "grpo_verl.py", options, **_ALLOCATOR)
+    return run_script(_VERL_VENV / "bin" / "python", "grpo_verl.py", options, **ALLOCATOR)
 
 
 def _options(folder: Path, num_steps: int, resources: Resources) -> list[str]:
@@ -102,12 +102,12 @@ def _options(folder: Path, num_steps: int, resources: Resources) -> list[str]:
     return [str(word) for pair in values.items() for word in pair]
 
 
-def _install_trl() -> None:
+def install_trl() -> None:
     """Install TRL and the packages only it needs beside the environment."""
     requirements = ROOT / "requirements" / "bench.txt"
-    arguments = ["--upgrade", "--target", str(_TRL_SITE), "-r", str(requirements)]
+    arguments = ["--upgrade", "--target", str(TRL_SITE), "-r", str(requirements)]
     install_once(
-        _TRL_SITE, requirements.read_text(), lambda: pip_install(sys.executable, *arguments)
+        TRL_SITE, requirements.read_text(), lambda: pip_install(sys.executable, *arguments)
     )
 
 
@@ -130,6 +130,6 @@ def _make_verl_environment() -> None:
 
 
 RIVALS = {
-    "trl": Rival(_install_trl, _run_trl, is_data_parallel=True),
+    "trl": Rival(install_trl, _run_trl, is_data_parallel=True),
     "verl": Rival(_install_verl, _run_verl, is_data_parallel=False),
 }
