@@ -90,7 +90,7 @@ def test_the_product_is_that_of_float64_but_for_rounding() -> None:
 @pytest.mark.parametrize("merge", [add_product, add_by_torch])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_factors_of_zeros_leave_every_bit(dtype: torch.dtype, merge: Any) -> None:
-    """Of -0, too, which the files of models in FP8 have."""
+    """The bits of -0, too, which files of models in FP8 have."""
     weight, a, b = make(dtype)
     weight[::3] = -0.0
     weight[1::3] = 0.0
