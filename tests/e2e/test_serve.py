@@ -14,6 +14,7 @@ import pytest
 from mcore_rl.cli import main
 from mcore_rl.process.network import find_free_port
 from mcore_rl.process.server_keys import bearer
+from tests.support.runs import MARK, find_marked
 
 pytestmark = pytest.mark.e2e
 
@@ -25,7 +26,7 @@ def serve(*arguments: object, cwd: Path) -> "subprocess.Popen[str]":
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1", MARK: f"{cwd}"},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
@@ -56,10 +57,10 @@ def test_a_model_answers_a_chat_and_ctrl_c_leaves_nothing(arithmetic: Path, tmp_
     with_key = urllib.request.Request(models, headers=bearer("0123456789abcdef"))
     with urllib.request.urlopen(with_key, timeout=20) as response:
         assert response.status == 200
-    children = psutil.Process(process.pid).children(recursive=True)
+    begun = find_marked(f"{tmp_path}") - {psutil.Process(process.pid)}
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
-    gone, alive = psutil.wait_procs(children, timeout=10)
+    gone, alive = psutil.wait_procs(begun, timeout=10)
     assert gone and not alive
 
 

@@ -31,6 +31,7 @@ from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import open_ray_session
+from mcore_rl.cluster.watchdog import TAG, list_session_pids
 from mcore_rl.config import (
     ClusterConfig,
     JudgeConfig,
@@ -263,12 +264,13 @@ def ask(url: str) -> str:
 
 
 def find_worker(name: str) -> psutil.Process:
-    """Return the process that Ray titled so."""
+    """Return the process of this session that Ray titled so."""
     found = []
-    for child in psutil.Process().children(recursive=True):
+    for pid in list_session_pids(os.environ[TAG], os.getpid()):
         with suppress(psutil.NoSuchProcess):  # one that has ended
-            if child.cmdline()[:1] == [f"ray::{name}"]:
-                found.append(child)
+            process = psutil.Process(pid)
+            if process.cmdline()[:1] == [f"ray::{name}"]:
+                found.append(process)
     [worker] = found
     return worker
 

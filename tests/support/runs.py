@@ -139,9 +139,8 @@ class Run:
     def processes(self) -> list[psutil.Process]:
         """Return every living process of this run."""
         self._remember()
-        marked = {p for p in psutil.process_iter() if _has_mark(p, self.mark)}
         with self._seen_lock:
-            known = self._seen | marked
+            known = self._seen | find_marked(self.mark)
         return [p for p in known if _is_alive(p)]
 
     def _remember_all(self) -> None:
@@ -208,6 +207,11 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def find_marked(mark: str) -> set[psutil.Process]:
+    """Return the processes whose environment has a mark, also those that a fork server started."""
+    return {process for process in psutil.process_iter() if _has_mark(process, mark)}
 
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
