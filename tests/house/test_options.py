@@ -5,6 +5,7 @@ class.
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -77,12 +78,14 @@ def test_the_search_tells_a_reader_from_an_option_of_the_same_name() -> None:
 
 
 def unread(options: set[Field]) -> list[str]:
+    return sorted(".".join(option) for option in options - read_by_the_package())
+
+
+@cache
+def read_by_the_package() -> frozenset[Field]:
     files = {path: parse(path) for path in python_files("mcore_rl")}
     own = [files.pop(path) for path in list(files) if path.parent == Path("mcore_rl/config")]
-    by_properties = set().union(*map(read_by_properties, own))
-    return sorted(
-        ".".join(option) for option in options - fields_read(files.values()) - by_properties
-    )
+    return frozenset(fields_read(files.values()).union(*map(read_by_properties, own)))
 
 
 def read_by_properties(tree: ast.Module) -> set[Field]:

@@ -87,6 +87,7 @@ def run_pods(folder: Path, indices: list[int], start_s: int = 60) -> list[tuple[
     return [(pod.returncode, text) for pod, text in zip(pods, printed, strict=True)]
 
 
+@pytest.mark.slow
 def test_the_pods_meet_and_one_of_them_reports(tmp_path: Path) -> None:
     [(first, report), (second, other)] = run_pods(tmp_path, [0, 1])
     assert first == second == 0, report + other

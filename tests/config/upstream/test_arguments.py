@@ -5,6 +5,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from mcore_rl.config.upstream.fields import SERVER, read_fields
 from mcore_rl.config.upstream.values import problem_on_command_line, server_arguments
 
@@ -29,6 +31,7 @@ print(json.dumps({name: getattr(args, name) for name in names}))
 """
 
 
+@pytest.mark.slow
 def test_sglang_reads_them_back() -> None:
     arguments = [json.dumps(server_arguments(OPTIONS)), json.dumps(list(OPTIONS))]
     run = subprocess.run(

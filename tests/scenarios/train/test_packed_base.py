@@ -76,7 +76,7 @@ def read_adapter(actor: Any) -> dict[str, Tensor]:
     return sent | {name: tensor.clone() for name, tensor in factors.items() if name != "stamp"}
 
 
-@pytest.fixture(scope="module", params=["int4", "fp8"])
+@pytest.fixture(scope="module", params=[pytest.param("int4", marks=pytest.mark.slow), "fp8"])
 def folders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, str]:
