@@ -5,6 +5,7 @@ command goes on. After each fault the run is checked: that it went on in time, t
 the dead is left, that engines have the trainer's weights, and that the ledger balances.
 """
 
+import atexit
 import os
 import random
 import signal
@@ -134,6 +135,7 @@ class TrainRun:
                 env={**os.environ, MARK: self.mark},
                 start_new_session=True,
             )
+        atexit.register(_interrupt, self.process)
         threading.Thread(target=self._remember, args=(self.process,), daemon=True).start()
 
     def _remember(self, process: psutil.Popen) -> None:
@@ -193,6 +195,13 @@ class TrainRun:
                 process.kill()
         self.process.wait(LEFT_S)
         return [_title(process)[:80] for process in left] if was_over else []
+
+
+def _interrupt(process: psutil.Popen) -> None:
+    """End a run that a benchmark leaves behind which is interrupted itself."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        process.wait(LEFT_S)
 
 
 def _title(process: psutil.Process) -> str:
