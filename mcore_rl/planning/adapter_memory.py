@@ -131,7 +131,7 @@ def list_frozen_critic_bytes(run: PlannedRun) -> list[int]:
     is_shared = shares_frozen(run.train.lora, run.parallel, critic)
     packing: Packing = "plain" if is_shared else model.packing
     sizes = _list_frozen(config, run.dtype, critic.parallel, critic.lora, packing)
-    if not shares_frozen(run.train.lora, run.parallel, critic):
+    if not is_shared:
         return sizes
     shared = _list_adapted_keys(config, run.train.lora) & _list_adapted_keys(config, critic.lora)
     layout_sizes = MegatronSizes.from_config(critic.parallel, config)
@@ -149,7 +149,7 @@ def _list_frozen(
     lora: LoraConfig | CriticLoraConfig,
     packing: Packing,
 ) -> list[int]:
-    """Return the bytes of W0 by stage, of which ranks keep as the files do what these have packed.
+    """Return the bytes of W0 by stage. Ranks keep the matrices packed that the files have packed.
 
     Those that engines would serve in that precision are taken for packed: files are not read.
     """

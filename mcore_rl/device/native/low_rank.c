@@ -50,7 +50,7 @@ static inline void finish(char *weight, const char *base, int is_bf16, int64_t c
     if (is_bf16) {
         uint16_t *to = (uint16_t *)weight;
         const uint16_t *from = (const uint16_t *)base;
-        for (int64_t j = 0; j < count; j++) 
+        for (int64_t j = 0; j < count; j++)
             to[j] = to_bf16(add_unless_zero(sums[j] * scale, from_bf16(from[j])));
     } else {
         float *to = (float *)weight;

@@ -22,7 +22,7 @@ OWN_CONFIGS = frozenset(
 )
 """Configurations of verl's RL training, whose values are its defaults here."""
 SFT_CONFIG = "sft_trainer_engine"
-"""The configuration of its fine-tuning on answers, of which the same holds."""
+"""The configuration of verl's fine-tuning on answers, whose values are its defaults here, too."""
 PROGRAMS = {
     "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
     "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",

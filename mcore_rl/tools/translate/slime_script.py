@@ -131,7 +131,7 @@ def _work_out(text: str, variables: Variables) -> int | None:
 
 
 def _replace_sums(word: str, variables: Variables) -> str:
-    """Return a word with the values of its $((...)), those that are known."""
+    """Return a word in which each known sum, $((...)), is replaced by its value."""
 
     def value_of(match: re.Match[str]) -> str:
         value = _work_out(match[1], variables)

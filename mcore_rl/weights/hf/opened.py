@@ -140,7 +140,7 @@ def _note_scales(
 
 
 def _list_parts(file_of: Mapping[str, Path], in_fp8: Collection[str]) -> set[str]:
-    """Return the names of all parts of the matrices that are packed, or of which a part is there.
+    """Return the names of all parts of packed matrices, also of parts that are missing.
 
     Raises ValueError naming file and tensor for scales of plain values.
     """

@@ -67,10 +67,9 @@ def _touch(ends: slice, size: int) -> slice:
 
 
 def count_packed_bytes(packing: Packing, box: Box) -> int:
-    """Return the bytes of a part's values and scales: INT4's in bfloat16, those of FP8 in float32.
+    """Return the bytes of a part's values and scales.
 
-    Published files have INT4's scales in bfloat16; scales of FP8 are in float32 in memory, whatever
-    the files have.
+    Scales of INT4 count as bfloat16, as in published files; scales of FP8 as float32, as in memory.
     """
     stored = find_stored(packing, box)
     kinds = {"int4": (int4.PACKED_DTYPE, int4.SCALE_DTYPE), "fp8": (fp8.FP8, fp8.SCALE_DTYPE)}

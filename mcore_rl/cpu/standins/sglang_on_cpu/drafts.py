@@ -80,7 +80,7 @@ def share_without_cuda() -> None:
     def init_lm_head(self: Any) -> None:
         wait, find_module = torch.cuda.synchronize, torch.get_device_module
         torch.cuda.synchronize = lambda *arguments: None
-        torch.get_device_module = lambda *arguments: torch.cuda  # of which nothing is cached
+        torch.get_device_module = lambda *arguments: torch.cuda  # it has no cache to empty
         try:
             share(self)
         finally:
