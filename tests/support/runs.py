@@ -1,6 +1,7 @@
 """Starts runs of the command line in their own process, follows them, finds all their processes."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -207,6 +209,27 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def train_after_sft(recipe: str, data: Path, folder: Path, *options: str) -> dict[str, Any]:
+    """Train a random model by SFT, then by RL, and return the summary of the whole.
+
+    `data` is as a command of `mcore-rl data` writes it.
+    """
+    common = [
+        f"recipe={recipe}",
+        f"data.train=[{data / 'train.parquet'}]",
+        f"eval.data=[{data / 'heldout.parquet'}]",
+        f"sft.data=[{data / 'sft.parquet'}]",
+        *options,
+    ]
+    imitation = [f"model.path={data / 'model'}", "model.init=random"]
+    warm_start = Run(["sft", *common, *imitation], folder / "warm_start")
+    assert warm_start.finish(600) == 0, warm_start.tail()
+    run = Run(["train", *common, f"model.path={folder / 'warm_start' / 'hf'}"], folder / "run")
+    assert run.finish(900) == 0, run.tail()
+    run.assert_nothing_left()
+    return json.loads((folder / "run" / "summary.json").read_text())
 
 
 def find_marked(mark: str) -> set[psutil.Process]:

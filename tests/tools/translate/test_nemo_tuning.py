@@ -58,7 +58,7 @@ def whole(loop: str) -> dict[str, Any]:
     return {**SHARED, **{f"{loop}.{name}": value for name, value in OF_LOOP[loop].items()}}
 
 
-def tuned(loop: str, **given: Any) -> Translation:
+def translate_loop(loop: str, **given: Any) -> Translation:
     options = {name.replace("__", "."): value for name, value in given.items()}
     options = {**whole(loop), **options}
     return complete(translate_nemo_rl(ForeignOptions(options, is_whole=True)))
@@ -72,7 +72,7 @@ def load(folder: Path, translation: Translation) -> Config:
 
 def test_answers_make_a_recipe_for_sft(tmp_path: Path) -> None:
     size = {"policy__train_global_batch_size": 48, "policy__max_total_sequence_length": 2048}
-    translation = tuned("sft", **size, data__train__data_path="/data/a.jsonl")
+    translation = translate_loop("sft", **size, data__train__data_path="/data/a.jsonl")
     config = load(tmp_path, translation)
     assert translation.command == "sft" and config.sft.data == ["/data/a.jsonl"]
     assert (config.sft.steps, config.sft.batch_size, config.sft.max_len) == (60, 48, 2048)
@@ -80,21 +80,25 @@ def test_answers_make_a_recipe_for_sft(tmp_path: Path) -> None:
     groups = {line.key.partition(".")[0] for line in translation.lines}
     assert not groups & {"rollout", "algorithm", "reward", "eval"}
     assert {"sft.only_unmask_final", "sft.max_num_epochs"} <= decided(translation)
-    assert "sft.only_unmask_final" not in decided(tuned("sft", sft__only_unmask_final=True))
+    assert "sft.only_unmask_final" not in decided(
+        translate_loop("sft", sft__only_unmask_final=True)
+    )
 
 
 def test_pairs_make_a_recipe_for_dpo(tmp_path: Path) -> None:
     given = {"dpo__preference_loss": "ipo", "dpo__sft_loss_weight": 0.5, "dpo__val_period": 5}
     paths = {name.replace(".", "__"): path for name, path in FILES.items()}
-    config = load(tmp_path, tuned("dpo", **given, **paths))
+    config = load(tmp_path, translate_loop("dpo", **given, **paths))
     preference = config.algorithm.preference
     assert (preference.loss, preference.beta, preference.nll_coef) == ("ipo", 0.05, 0.5)
     assert config.dpo.data == ["/data/a.jsonl"] and config.dpo.held_out == ["/data/b.jsonl"]
     assert config.dpo.steps == 150 and config.eval.every_steps == 5
-    assert "dpo.sft_average_log_probs" in decided(tuned("dpo", **given))
-    assert "dpo.preference_loss" in decided(tuned("dpo", dpo__preference_loss="rpo_sq"))
-    assert "dpo.preference_loss_weight" in decided(tuned("dpo", dpo__preference_loss_weight=2))
-    assert values(tuned("dpo"))["dpo.data"] == [], "a set that has a name is no file"
+    assert "dpo.sft_average_log_probs" in decided(translate_loop("dpo", **given))
+    assert "dpo.preference_loss" in decided(translate_loop("dpo", dpo__preference_loss="rpo_sq"))
+    assert "dpo.preference_loss_weight" in decided(
+        translate_loop("dpo", dpo__preference_loss_weight=2)
+    )
+    assert values(translate_loop("dpo"))["dpo.data"] == [], "a set that has a name is no file"
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])

@@ -84,12 +84,12 @@ DEFAULTS: dict[str, Any] = {
 """Options of sft_trainer_engine.yaml of verl 0.9.1, with FSDP."""
 
 
-def translated(*words: str) -> Translation:
+def translate(*words: str) -> Translation:
     return complete(translate_verl(read_options([*LINE, *words])))
 
 
 def test_the_recipe_has_the_groups_of_its_command(tmp_path: Path) -> None:
-    translation = translated()
+    translation = translate()
     file = tmp_path / "made.yaml"
     file.write_text(write_recipe(translation, "made"))
     config = load_recipe(str(file), [])
