@@ -45,7 +45,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory")
 class Victim:
     """A kind of process.
 
-    words    of its command line; (): the controller
+    words    of its command line; (): the command itself or its child, the controller
     faults   what is done to it
     ends     whether the run must end by each of them
     but      a word that its command line does not have
@@ -69,9 +69,10 @@ VICTIMS = {
     "worker's keeper": Victim((KEEPER,), (KILL, TERM)),
     "sandbox": Victim(("sandbox", "serve"), (KILL, STOP, TERM)),
     "search": Victim(("search", "serve"), (KILL, STOP, TERM)),
-    "raylet": Victim(("raylet/raylet",), (KILL, STOP), ends=True),
-    "GCS": Victim(("gcs_server",), (KILL, STOP), ends=True),
-    "controller": Victim((), (KILL, TERM), ends=True),
+    "raylet": Victim(("raylet/raylet",), (KILL, STOP)),
+    "GCS": Victim(("gcs_server",), (KILL, STOP)),
+    "controller": Victim((), (KILL, STOP)),
+    "command": Victim((), (KILL, TERM), ends=True),
 }
 """The gateway has no process of its own: it is part of the collector. A keeper of a worker does
 nothing but wait for one of both to end, so a stopped one shows nowhere."""
@@ -170,7 +171,8 @@ class TrainRun:
         """Return the living processes of a kind."""
         assert self.process is not None
         if not victim.words:
-            return [psutil.Process(self.process.pid)]
+            command = psutil.Process(self.process.pid)
+            return [command] if victim.ends else command.children()
         titles = {process: _title(process) for process in self.list_living()}
         return [
             process

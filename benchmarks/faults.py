@@ -72,16 +72,19 @@ def main() -> None:
         "--prompts", type=int, default=8, help="prompts of a step, of four episodes each"
     )
     parser.add_argument("--kinds", default="", help="processes, by comma; default: all")
+    parser.add_argument("--how", default="", help="faults, by comma; default: all")
+    parser.add_argument("--steps", type=int, help="of the run; default: enough for all faults")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     folder: Path = args.dir.absolute()
     unavailable = find_unavailable()
-    kinds = [kind for kind in args.kinds.split(",") if kind] or sorted(VICTIMS)
-    faults = draw(args.seed, args.faults, kinds, unavailable)
+    kinds = [kind for kind in args.kinds.split(",") if kind] or list(VICTIMS)
+    wanted = [how for how in args.how.split(",") if how]
+    faults = draw(args.seed, args.faults, list_faults(kinds, wanted, unavailable))
     settings = make_warm_start(folder, args.sft)
     settings.append(f"rollout.prompts_per_step={args.prompts}")
     alone = train_alone(folder / "alone", settings, args.alone)
-    num_steps = 10 + args.faults * (args.every + 3)
+    num_steps = args.steps or 10 + args.faults * (args.every + 3)
     rows = disturb(TrainRun(folder / "disturbed", settings), faults, args.every, num_steps)
     step_s = measure_step(folder / "disturbed")
     print(make_table(rows, step_s))
@@ -94,16 +97,31 @@ def main() -> None:
     )
 
 
-def draw(
-    seed: int, num_faults: int, kinds: Sequence[str], unavailable: Mapping[str, str]
-) -> list[Fault]:
+def list_faults(
+    kinds: Sequence[str], wanted: Sequence[str], unavailable: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """Return by kind the faults that can be done to it; `wanted`: these alone, if any are named."""
+    found = {
+        kind: [
+            how
+            for how in VICTIMS[kind].faults
+            if how not in unavailable and (not wanted or how in wanted)
+        ]
+        for kind in kinds
+    }
+    return {kind: hows for kind, hows in found.items() if hows}
+
+
+def draw(seed: int, num_faults: int, possible: Mapping[str, Sequence[str]]) -> list[Fault]:
     """Return the faults in order: each kind of process once, then each again, in random orders."""
     rng = random.Random(seed)
+    kinds = sorted(possible)
     faults: list[Fault] = []
     while len(faults) < num_faults:
         for kind in rng.sample(kinds, len(kinds)):
-            how = rng.choice([how for how in VICTIMS[kind].faults if how not in unavailable])
-            faults.append(Fault(len(faults), kind, how, rng.uniform(0.0, 3.0)))
+            faults.append(
+                Fault(len(faults), kind, rng.choice(possible[kind]), rng.uniform(0.0, 3.0))
+            )
     return faults[:num_faults]
 
 
@@ -142,6 +160,7 @@ def train_alone(folder: Path, settings: Sequence[str], num_steps: int) -> dict[s
         raise RuntimeError(f"the run without a fault failed: {run.tail()}")
     return {
         "step_s": measure_step(folder),
+        "steps_s": measure_steps(folder),
         "accuracy": json.loads((folder / "summary.json").read_text())["final_accuracy"],
     }
 
@@ -153,6 +172,12 @@ def measure_step(folder: Path) -> float:
     """
     rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
     return median(b["timestamp"] - a["timestamp"] for a, b in pairwise(rows))
+
+
+def measure_steps(folder: Path) -> float:
+    """Return the seconds from the first step of a run to its last one."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss/total" in row]
+    return rows[-1]["timestamp"] - rows[0]["timestamp"]
 
 
 def disturb(run: TrainRun, faults: Sequence[Fault], every: int, num_steps: int) -> list[Struck]:
@@ -187,6 +212,7 @@ def read_end(folder: Path) -> dict[str, object]:
     summary = json.loads((folder / "summary.json").read_text())
     return {
         "accuracy": summary["final_accuracy"],
+        "steps_s": round(measure_steps(folder), 1),
         "books_balance": balance.holds,
         "finished": balance.ended == "finished",
     }
@@ -214,6 +240,7 @@ def summarize(rows: Sequence[Struck], step_s: float, alone: Mapping[str, float])
         "steps_a_fault": round(steps / len(rows), 1),
         "step_s": round(step_s, 2),
         "step_alone_s": round(alone["step_s"], 2),
+        "steps_alone_s": round(alone["steps_s"], 1),
         "effective": round(steps * step_s / seconds, 2),
         "median_rank_s": find_median(RANKS),
         "median_engine_s": find_median(ENGINES),
