@@ -17,7 +17,7 @@ from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
 from mcore_rl.cluster.placement import NoRoomError, find_places, wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
-from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
+from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers, find_earlier
 from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
 from mcore_rl.config import ParallelConfig
 from mcore_rl.config.deadlines import answer_s
@@ -252,6 +252,14 @@ class ModelGroup:
         ranks = NewRanks(self.parallel, nodes, self._call("read_kept_index"))
         for copies in take_over(self._earlier, ranks, self._keepers, self._call_each):
             self._mirror(copies)
+
+    def find_earlier_steps(self) -> set[int]:
+        """Return the steps whose states ranks of a lost controller kept, for `restore_state`."""
+        paths = find_earlier(self._names)
+        if not paths:
+            return set()
+        self._use_kept(paths)
+        return self.find_kept_steps()
 
     def keep_in(self, keepers: StateKeepers) -> None:
         """Reserve memory for the copies of each rank's state."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from mcore_rl.cluster import watchdog
+from mcore_rl.process import relaunch
 from mcore_rl.process.disk import report_full_disk, reserve_space
 from mcore_rl.process.folders import find_compile_caches, find_short_root
 from mcore_rl.process.process_state import wait_killed
@@ -33,7 +34,9 @@ def tag_processes(session: str) -> Iterator[None]:
     folder, which is removed; compile caches are kept. Variables of the environment say so, and are
     left as they are: `restore_variables` is for the caller.
     """
-    arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S)]
+    relaunch.note_session(session)
+    hint = "" if relaunch.is_relaunched() else watchdog.RESUME_HINT
+    arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S), hint]
     command = [sys.executable, "-I", watchdog.__file__, *arguments]
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     os.environ[watchdog.TAG] = os.environ["TMPDIR"] = session

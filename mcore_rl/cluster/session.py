@@ -43,6 +43,7 @@ from mcore_rl.cluster.nodes import wait_for_nodes
 from mcore_rl.cluster.process_tags import OPEN, ignore_interrupts, make_ray_temp_dir, tag_processes
 from mcore_rl.config import ClusterConfig
 from mcore_rl.device import has_cuda
+from mcore_rl.process import relaunch
 from mcore_rl.process.process_state import describe_state
 from mcore_rl.process.signals import handle_outside_forks, terminate
 from mcore_rl.process.variables import restore_variables, set_variables
@@ -180,7 +181,8 @@ def _raise_if_ray_is_lost(*_: object) -> None:
             continue  # Another thread has just waited for it.
         if status == psutil.STATUS_ZOMBIE and name in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            raise RayLostError(watchdog.describe_lost_ray(name))
+            hint = "" if relaunch.is_relaunched() else watchdog.RESUME_HINT
+            raise RayLostError(watchdog.describe_lost_ray(name) + hint)
 
 
 @contextmanager
@@ -305,6 +307,7 @@ def _kill_all(seconds: float, session: Path | None) -> None:
                 child.kill()
         watchdog.end_session(str(session))
         shutil.rmtree(session, ignore_errors=True)
+    relaunch.note_end()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

@@ -5,9 +5,10 @@
                                keeper  <------ keeper <--copies its state-- rank
 
 Where all ranks are on the controller's machine, the controller is the keeper and there is no
-partner: a rank that dies leaves its state behind. With several nodes each has a process as its
-keeper, and a state that was lost with its node comes back from the partner. Ranks that others
-replace in another layout are retired: their copies are read, until those of the others are whole.
+partner: a rank that dies leaves its state behind, and so does a controller that starts again. With
+several nodes each has a process as its keeper, and a state that was lost with its node comes back
+from the partner. Ranks that others replace in another layout are retired: their copies are read,
+until those of the others are whole.
 """
 
 from collections import defaultdict
@@ -41,6 +42,7 @@ class StateKeeper:
 
     def __init__(self) -> None:
         self._memory = KeptMemory()
+        self._num_found_bytes = self._memory.count_bytes()
         self._paths: dict[str, str] = {}
 
     def reserve(self, sizes: Mapping[str, int]) -> dict[str, str]:
@@ -51,8 +53,8 @@ class StateKeeper:
         return {name: self._paths[name] for name in sizes}
 
     def count_free_bytes(self) -> int:
-        """Return the host memory that this node could still give."""
-        return count_free_bytes()
+        """Return the host memory that this node could still give, with pieces that it found."""
+        return count_free_bytes() + self._num_found_bytes
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a piece."""
@@ -117,6 +119,11 @@ class StateKeepers:
         self._places: dict[str, _Place] = {}
         self._retired: dict[str, _Place] = {}
         self._copying: list[Any] = []
+
+    @property
+    def outlive_controllers(self) -> bool:
+        """Whether a controller that takes the place of a lost one finds the states."""
+        return self._is_alone
 
     def reserve(self, sizes: Mapping[str, int], nodes: Mapping[str, str]) -> dict[str, list[str]]:
         """Return, by rank, the paths of NUM_COPIES pieces on the rank's node.
@@ -329,6 +336,14 @@ class StateKeepers:
             options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE}
             self._actors[node] = make.options(**options, scheduling_strategy=there).remote()
         return self._actors[node]
+
+
+def find_earlier(names: Collection[str]) -> dict[str, list[str]]:
+    """Return, by rank, the paths of what ranks of a lost controller kept here; {}: not of all."""
+    memory = KeptMemory()
+    found = {name: [memory.find(_piece(name, k)) for k in range(NUM_COPIES)] for name in names}
+    paths = {name: [path for path in pieces if path] for name, pieces in found.items()}
+    return paths if all(len(pieces) == NUM_COPIES for pieces in paths.values()) else {}
 
 
 def _list_answering() -> list[str]:

@@ -3,8 +3,9 @@
 A process belongs to the session if its environment has the session's tag, or if it has a file
 open in the session's folder: a process that sets its title overwrites its environment.
 
-Run as a script with the folder and the parent's pid, this module waits until the parent is gone,
-ends the session, removes the folder and prints what happened. It imports only the standard library.
+Run as a script with the folder, the parent's pid, a time and a hint, this module waits until the
+parent is gone, ends the session, removes the folder and prints what happened, and the hint. It
+imports only the standard library.
 """
 
 import contextlib
@@ -18,13 +19,14 @@ from pathlib import Path
 
 TAG = "MCORE_RL_SESSION"
 RAY_PROCESSES = ("raylet", "gcs_server")
-RESUME_HINT = "The same command continues from the newest checkpoint"
+RESUME_HINT = ". The same command continues from the newest checkpoint"
 GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05
 PARENT_POLL_S = 0.5
-STOPPED_S = 30.0
-"""How long a process of Ray may be stopped (SIGSTOP) before it is killed, as calls wait for it."""
+STOPPED_S = 10.0
+"""How long a process of Ray may be stopped (SIGSTOP) before it is killed, as calls wait for it.
+Time in which the controller is stopped as well, as by Ctrl-Z, does not count."""
 _PF_EXITING = 0x4
 """A bit of the flags in /proc/<pid>/stat (linux/sched.h)."""
 
@@ -81,10 +83,7 @@ def _kill(pid: int) -> None:
 
 def describe_lost_ray(name: str) -> str:
     """Return the message for the death of one of RAY_PROCESSES."""
-    return (
-        f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it."
-        f" {RESUME_HINT}"
-    )
+    return f"Ray's {name} process died (killed, crashed or out of memory), and every rank with it"
 
 
 def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
@@ -94,10 +93,7 @@ def wait_for_parent(parent: int, stopped_s: float = STOPPED_S) -> str:
     silently. A killed process with many threads takes a while to end, and its children may end
     first. A process of Ray that is stopped for `stopped_s` is killed.
     """
-    killed = (
-        f"the controller (process {parent}) was killed, and all that it started is ended."
-        f" {RESUME_HINT}"
-    )
+    killed = f"the controller (process {parent}) was killed, and all that it started is ended"
     poller = select.poll()
     try:
         parent_fd = os.pidfd_open(parent)
@@ -138,7 +134,8 @@ def _watch_ray(parent: int, ray_fds: dict[str, int], poller: "select.poll") -> N
 
 def _kill_stopped(parent: int, since: dict[str, float], stopped_s: float) -> None:
     """Kill Ray processes that have been stopped for `stopped_s`; `since` remembers their names."""
-    stopped = {name: pid for name, pid in find_ray_children(parent).items() if is_stopped(pid)}
+    children = {} if is_stopped(parent) else find_ray_children(parent)
+    stopped = {name: pid for name, pid in children.items() if is_stopped(pid)}
     for name in since.keys() - stopped.keys():
         del since[name]
     for name, pid in stopped.items():
@@ -169,8 +166,7 @@ def describe_joint_death(parent: int, names: list[str]) -> str:
     """Return the message for deaths whose order is unknown."""
     ray_processes = " and ".join(f"Ray's {name} process" for name in names)
     return (
-        f"the controller (process {parent}) and {ray_processes} died together (killed or crashed)."
-        f" {RESUME_HINT}"
+        f"the controller (process {parent}) and {ray_processes} died together (killed or crashed)"
     )
 
 
@@ -190,4 +186,4 @@ if __name__ == "__main__":
     message = wait_for_parent(int(sys.argv[2]), float(sys.argv[3]))
     end_session(sys.argv[1])
     shutil.rmtree(sys.argv[1], ignore_errors=True)
-    print(f"mcore-rl: {message}", file=sys.stderr)
+    print(f"mcore-rl: {message}{sys.argv[4]}", file=sys.stderr)

@@ -11,15 +11,18 @@ _SET_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 @dataclass
 class RecoveryConfig(Options, group="run.recovery"):
-    """Recovery of a run whose trainer or critic loses a rank (docs/recovery.md)."""
+    """Recovery of a run that loses ranks of trainer or critic, or its controller
+    (docs/recovery.md)."""
 
     partner: Literal["memory", "none"] = "memory"
     """memory: after each step, ranks copy their state to host memory that outlives them; if a rank
-    dies or hangs, all ranks of its model are replaced and go on from there. none: the run ends, and
-    the same command continues from the newest checkpoint."""
+    dies or hangs, all ranks of its model are replaced and go on from there, and so does another
+    controller if it is lost. none: the run ends, and the same command continues from the newest
+    checkpoint."""
     restarts: int | None = bounded(None, ge=0)
-    """Recoveries within an hour, at most; beyond them the run ends. None: 4, and one more for every
-    256 ranks of trainer and critic. 0: as partner=none."""
+    """Recoveries within an hour, at most, and as many controllers in the place of lost ones; beyond
+    them the run ends. None: 4, and one more recovery for every 256 ranks of trainer and critic.
+    0: as partner=none."""
     min_dp: int | None = bounded(None, ge=1)
     """If a node is lost and no other one has room for its ranks: the smallest data-parallel size
     with which trainer and critic go on, each rank with more of the batch, until nodes have room for

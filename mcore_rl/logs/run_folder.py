@@ -34,6 +34,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from mcore_rl.process import relaunch
 from mcore_rl.process.disk import (
     DELETED,
     explain_loss,
@@ -221,6 +222,7 @@ def _end_at_once(reason: str) -> None:
     """End this process before it writes anything more; its watchdog ends what it started."""
     print(f"mcore-rl: {reason}: this process ends and writes nothing more", file=sys.stderr)
     sys.stderr.flush()
+    relaunch.note_end()
     os._exit(1)
 
 

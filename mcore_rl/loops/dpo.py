@@ -74,6 +74,8 @@ def optimize_preferences(
             evaluate = partial(evaluate_pairs, held_out, trainer, options.preference)
             log.log(step, recovery.repeat(evaluate))
         state = {"step": step, "pairs": pairs.state_dict()}
+        if step < last_step:
+            recovery.note_done(step, state)
         save = partial(recovery.save, step, partial(trainer.save, step, state))
         save = partial(save_timed, log, timer, save)
         save_if_due(step, options.checkpoint.every_steps, last_step, save)

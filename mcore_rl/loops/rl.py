@@ -50,11 +50,14 @@ def train(config: Config, roles: Roles, start_step: int = 0) -> None:
         with save_if_overdue(step - 1, last_step, unsaved):
             metrics = run_step(drawing, options, roles, timer, config.run.seed + step)
         check_drift(config.drift, config.engine_precision, step, metrics)
-        save = partial(save_checkpoint, roles, timer, step, take_positions(roles))
+        positions = take_positions(roles)
+        save = partial(save_checkpoint, roles, timer, step, positions)
         if is_due(step, config.eval.every_steps, last_step):
             with save_if_overdue(step, last_step, save), allow_interruption():
                 run_evaluation(config, roles, step)
         # Only after the step is logged: a resumed run drops all rows beyond its checkpoint.
+        if step < last_step:
+            roles.recovery.note_done(step, positions)
         is_saved = save_if_due(step, config.checkpoint.every_steps, last_step, save)
         unsaved = None if is_saved else save
 

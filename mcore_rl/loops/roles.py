@@ -202,6 +202,10 @@ class Recovery(Protocol):
         """Call `work`, which begins to save `step`; again if ranks are lost before it is done."""
         ...
 
+    def note_done(self, step: int, state: State, /) -> None:
+        """Note that nothing of `step` is left to do, and what a start after it continues from."""
+        ...
+
 
 class NoRecovery:
     """A Recovery of ranks that are not replaced: their loss ends the run."""
@@ -214,6 +218,8 @@ class NoRecovery:
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         work()
+
+    def note_done(self, step: int, state: State, /) -> None: ...
 
 
 NO_RECOVERY = NoRecovery()

@@ -32,6 +32,8 @@ def fine_tune(
         speed = {"train/tokens_per_second": stats.num_tokens / timer.seconds["train"]}
         log.log(step, {**summarize_steps([stats]), **speed, **recoverable, **timer.metrics()})
         state = {"step": step, "prompts": batches.state_dict()}
+        if step < sft.steps:
+            recovery.note_done(step, state)
         save = partial(recovery.save, step, partial(trainer.save, step, state))
         save = partial(save_timed, log, timer, save)
         save_if_due(step, checkpoint.every_steps, sft.steps, save)

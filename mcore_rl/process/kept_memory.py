@@ -5,45 +5,70 @@ memory without a name  <--- /proc/.../fd --- maps it, writes its state, dies
                        <------------------- the rank that takes its place maps it and reads
 
 The memory ends once its holder has ended, however it ends, and nobody maps it any more. So nothing
-is left in /dev/shm.
+is left in /dev/shm. Where a command starts its process again (process/relaunch.py), the command
+holds the memory, too, and the next process finds it.
 """
 
 import mmap
 import os
 
+from mcore_rl.process import relaunch
+
 HEADER_BYTES = 4096
 """The beginning of a piece, which says what is in it; zeros: nothing."""
 NUM_COPIES = 2
 """Copies of a rank's state: one is whole while the other one is written."""
+_PREFIX = "kept "
+"""How the command that starts its process again calls a piece, before its name."""
 
 
 class KeptMemory:
     """Pieces of memory by name; other processes of the same user and machine open them by path."""
 
     def __init__(self) -> None:
-        self._descriptors: dict[str, int] = {}
+        """Take over the pieces of a lost process, whose place this one takes, if it does."""
+        held = relaunch.find_held(_PREFIX)
+        self._descriptors = {name.removeprefix(_PREFIX): piece for name, piece in held.items()}
+
+    def find(self, name: str) -> str | None:
+        """Return the path of a piece that is there; None if there is none."""
+        descriptor = self._descriptors.get(name)
+        return None if descriptor is None else _path_of(descriptor)
+
+    def count_bytes(self) -> int:
+        """Return the bytes of all pieces."""
+        return sum(os.fstat(descriptor).st_size for descriptor in self._descriptors.values())
 
     def reserve(self, name: str, num_bytes: int) -> str:
-        """Return the path of a new piece of zeros, in the place of an earlier one of the name.
+        """Return the path of a piece: one of the size that is there, or else a new one of zeros.
 
         The system takes no memory for pages that nobody has written to.
         """
+        found = self._descriptors.get(name)
+        if found is not None and os.fstat(found).st_size == num_bytes:
+            return _path_of(found)
         self.release(name)
         descriptor = os.memfd_create(f"mcore_rl_{name}")
         os.ftruncate(descriptor, num_bytes)
         self._descriptors[name] = descriptor
-        return f"/proc/{os.getpid()}/fd/{descriptor}"
+        relaunch.hold(f"{_PREFIX}{name}", descriptor)
+        return _path_of(descriptor)
 
     def release(self, name: str) -> None:
         """Give up a piece, if it was reserved."""
         descriptor = self._descriptors.pop(name, None)
         if descriptor is not None:
+            relaunch.drop(f"{_PREFIX}{name}")
             os.close(descriptor)
 
     def close(self) -> None:
         """Give up all pieces."""
         for name in tuple(self._descriptors):
             self.release(name)
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 def map_kept(path: str) -> mmap.mmap:

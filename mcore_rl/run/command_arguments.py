@@ -15,11 +15,13 @@ from mcore_rl.checks.inputs import (
     list_input_checks,
     refuse_missing,
 )
+from mcore_rl.config import Config
 from mcore_rl.config.recipe import find_base
 from mcore_rl.config.tree import with_settings
 from mcore_rl.process.command_line import CommandParser
 from mcore_rl.process.gc_pause import without_collector
 from mcore_rl.process.log_files import keep_output_lasting
+from mcore_rl.process.relaunch import run_in_child
 from mcore_rl.process.signals import watch_for_stop_requests
 from mcore_rl.run.settings import (
     make_debug_settings,
@@ -32,6 +34,8 @@ Forks = Callable[[], AbstractContextManager[None]]
 """Within its block, processes of one kind are forked from a process that has their imports."""
 Merge = Callable[[Path, Path, Path], object]
 """See run.serving.Merge."""
+TRAINING = ("sft", "dpo", "train")
+"""Commands whose controller starts again where it is lost."""
 ENGINE_ACTIONS = {
     "list": "show the engines of a run under way",
     "add": "start one more engine, where the run's Ray has room",
@@ -64,6 +68,8 @@ def _run_recipe(
     recipe, overrides = read_recipe(args.settings)
     if not recipe.rehearse:
         refuse_missing(list_input_checks(recipe, command))
+    if command in TRAINING and recipe.run.recovery.is_used and not recipe.run.debug:
+        recipe = _go_on_in_child(recipe)
     with ExitStack() as open_forks:
         if recipe.cluster.address is None:
             open_forks.enter_context(forks.workers())
@@ -75,6 +81,17 @@ def _run_recipe(
         if config.run.debug:
             config = with_settings(config, make_debug_settings(config.served_models))
         COMMANDS[command](config)
+
+
+def _go_on_in_child(recipe: Config) -> Config:
+    """Return the recipe in a child process, and in another one if that is lost.
+
+    The other one must not start over, so it resumes whatever the recipe says.
+    """
+    takes_over = run_in_child(recipe.run.recovery.limit_restarts(0))
+    if not takes_over or recipe.run.resume:
+        return recipe
+    return with_settings(recipe, {"run.resume": True})
 
 
 def add_plan_arguments(command: argparse.ArgumentParser) -> None:

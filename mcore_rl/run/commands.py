@@ -48,8 +48,10 @@ from mcore_rl.run.inputs import (
     read_train_inputs,
     without_replay,
 )
+from mcore_rl.run.kept_start import Origin
 from mcore_rl.run.next_start import (
     find_last_step,
+    newest_step,
     tell_if_finished,
     tell_next_start,
     tell_start,
@@ -60,8 +62,8 @@ from mcore_rl.run.parts import (
     connect_stores,
     finish_run,
     finish_training,
-    load_checkpoint,
     load_models,
+    load_trainer,
     make_critic,
     make_log,
     make_packing,
@@ -110,7 +112,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
     inputs = read_train_inputs(config)
     needs = needs_of(config.algorithm)
     running = _run(config, inputs.policy, "train", inputs.collector)
-    with closing(inputs.prompts), running as (folder, newest, processes):
+    with closing(inputs.prompts), running as (folder, origin, processes):
         started = start_training(config, processes, inputs.loss)
         books = RunLedger(folder.path / LEDGER, config.log.rotate_bytes)
         connected = config.rollout, config.reward, books
@@ -118,7 +120,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
         run = StartedRun(inputs.policy, folder, processes, started, rollouts)
         connect_stores(started, processes)
         parts = {"prompts": inputs.prompts, "advantages": inputs.advantages}
-        start_step = load_models(config.checkpoint, started, folder, parts, newest, needs.reference)
+        start_step = load_models(config.checkpoint, started, folder, parts, origin, needs.reference)
         trainer = make_stored_trainer(config, run)
         weights = make_sync(config, run, trainer, start_step, inputs.turns)
         weights.sync_first(WeightVersion(start_step), inputs.parity_probe)
@@ -171,10 +173,10 @@ def run_sft(config: Config) -> None:
     batches = SftStream(
         options.data, tokenizer, options.max_len, config.run.seed, cache_dir, images
     )
-    with _run(config, policy, "sft") as (folder, newest, processes):
+    with _run(config, policy, "sft") as (folder, origin, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, sft_loss)
         wait_built(trainer)
-        start_step = load_checkpoint(trainer, config.checkpoint, {"prompts": batches}, newest)
+        start_step = load_trainer(trainer, config.checkpoint, {"prompts": batches}, origin)
         packing = make_packing(config.parallel, config.train, policy)
         how = packing, config.checkpoint, options.optimizer
         packed = make_token_trainer(trainer, folder, *how)
@@ -209,13 +211,13 @@ def run_dpo(config: Config) -> None:
     preference = config.algorithm.preference
     preferences = PreferenceOptions(options, preference, config.checkpoint, config.eval.every_steps)
     loss = make_policy_loss(AlgorithmConfig(loss="policy_gradient", preference=preference))
-    with _run(config, policy, "dpo") as (folder, newest, processes):
+    with _run(config, policy, "dpo") as (folder, origin, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         wait_built(trainer)
         snapshot = trainer.snapshot_reference if needs_reference(preference) else None
         if snapshot is not None:
             snapshot()
-        start_step = load_checkpoint(trainer, config.checkpoint, {"pairs": stream}, newest)
+        start_step = load_trainer(trainer, config.checkpoint, {"pairs": stream}, origin)
         packing = make_packing(config.parallel, config.train, policy)
         how = packing, config.checkpoint, options.optimizer
         packed = make_token_trainer(trainer, folder, *how)
@@ -299,8 +301,8 @@ def _run(
     policy: ModelFacts,
     command: str,
     collector: CollectorSpec | None = None,
-) -> Iterator[tuple[RunFolder, Path | None, RunProcesses]]:
-    """Yield the run folder, the checkpoint to continue from, and the processes of the run."""
+) -> Iterator[tuple[RunFolder, Origin, RunProcesses]]:
+    """Yield the run folder, what the command goes on from, and the processes of the run."""
     size = RunSize.make(config, command)
     path = Path(config.run.dir)
     folder = RunFolder(path if size.trainer else path / command, has_critic=size.critic > 0)
@@ -325,12 +327,13 @@ def _run(
             tell_progress(config.log.console),
             tell_next_start(folder, last_step, resumes) if last_step else nullcontext(),
         ):
-            tell_start(folder, newest, last_step)
+            origin = Origin.find(newest, newest_step(folder))
+            tell_start(folder, origin, last_step)
             started = run_processes(config, policy, folder.logs, command, collector)
             with ExitStack() as stack:
                 with tell_stage("start-up: Ray", is_told=True):
                     processes = stack.enter_context(started)
-                yield folder, newest, processes
+                yield folder, origin, processes
             if size.trainer and config.checkpoint.hub_repo:
                 upload_export(config.checkpoint.hub_repo, folder.export, last_step)
 

@@ -6,13 +6,13 @@ checkpoints --> "goes on after step 4 of 60"     the newest whole one
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from mcore_rl.config import Config
 from mcore_rl.logs.progress import say
 from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.process.signals import StoppedEarlyError
+from mcore_rl.run.kept_start import Origin
 
 
 def find_last_step(config: Config, command: str) -> int:
@@ -28,7 +28,7 @@ def tell_if_finished(config: Config, command: str) -> bool:
         return False
     folder = RunFolder(config.run.dir, has_critic=RunSize.make(config, command).critic > 0)
     last_step = find_last_step(config, command)
-    step = min(finished_step, _newest_step(folder))
+    step = min(finished_step, newest_step(folder))
     is_exported = folder.export.exists() or not config.checkpoint.export_hf
     if not config.run.resume or step < last_step or not is_exported:
         return False
@@ -40,12 +40,15 @@ def tell_if_finished(config: Config, command: str) -> bool:
     return True
 
 
-def tell_start(folder: RunFolder, newest: Path | None, last_step: int) -> None:
+def tell_start(folder: RunFolder, origin: Origin, last_step: int) -> None:
     """Print after which step the command goes on, and which checkpoints it ignores, if any."""
-    step = _newest_step(folder)
+    if origin.held is not None:
+        say(f"goes on after step {origin.held['step']} of {last_step}, which is in memory")
+        return
+    step = newest_step(folder)
     ignored = folder.list_incomplete(after=step)
     names = f"; ignored, as their write was not completed: {', '.join(ignored)}" if ignored else ""
-    if newest is not None:
+    if origin.newest is not None:
         say(f"goes on after step {step} of {last_step}{names}")
     elif ignored:
         say(f"starts anew, as no checkpoint is complete{names}")
@@ -74,7 +77,7 @@ def tell_next_start(folder: RunFolder, last_step: int, resume: bool) -> Iterator
 
 def describe_next_start(folder: RunFolder, last_step: int, resume: bool) -> str:
     """Return what the same command does next, and which checkpoint that was begun is lost."""
-    step = _newest_step(folder)
+    step = newest_step(folder)
     lost = [begun for begun in folder.begun_steps if not folder.is_saved(begun) and begun > step]
     dropped = f"; the checkpoint of step {lost[-1]} was not completed" if lost else ""
     on = f"goes on after step {step} of {last_step}"
@@ -85,5 +88,6 @@ def describe_next_start(folder: RunFolder, last_step: int, resume: bool) -> str:
     return f"the same command starts anew, as no checkpoint is complete{dropped}"
 
 
-def _newest_step(folder: RunFolder) -> int:
+def newest_step(folder: RunFolder) -> int:
+    """Return the step of the newest checkpoint that is complete; 0: there is none."""
     return max(folder.complete_steps(), default=0)

@@ -41,6 +41,7 @@ from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.planning.recipe_models import make_critic_training, read_critic
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
 from mcore_rl.run.images import image_marks
+from mcore_rl.run.kept_start import Origin
 from mcore_rl.run.links import make_links, make_record
 from mcore_rl.run.roles.background import BackgroundSampler
 from mcore_rl.run.roles.colocation import (
@@ -289,10 +290,10 @@ def load_models(
     started: Started,
     folder: RunFolder,
     parts: Mapping[str, Any],
-    newest: Path | None,
+    origin: Origin,
     with_reference: bool,
 ) -> int:
-    """Load trainer, critic and `parts` from the checkpoint `newest`, if there is one.
+    """Bring trainer, critic and `parts` to the state that the command goes on from, if any.
 
     Before that, copy the reference from the weights that the run began with. Returns the step to
     continue after.
@@ -300,13 +301,25 @@ def load_models(
     started.gpus.load(TRAINER, ALL)
     if with_reference:
         started.trainer.snapshot_reference()
-    with tell_stage("start-up: checkpoint", is_told=newest is not None):
-        start_step = load_checkpoint(started.trainer, checkpoint, parts, newest)
+    models = [model for model in (started.trainer, started.critic) if model is not None]
+    restored = origin.restore(models, parts, lambda role: started.gpus.load(role, ALL))
+    if restored:
+        return restored
+    with tell_stage("start-up: checkpoint", is_told=origin.newest is not None):
+        start_step = load_checkpoint(started.trainer, checkpoint, parts, origin.newest)
     if started.critic is not None and start_step:
         started.gpus.load(CRITIC, ALL)
         saved = str(folder.critic_checkpoint(start_step))
         started.critic.load(saved, verify=checkpoint.verify)
     return start_step
+
+
+def load_trainer(
+    trainer: TrainerGroup, checkpoint: CheckpointConfig, parts: Mapping[str, Any], origin: Origin
+) -> int:
+    """Do as load_models for a command that trains one model without engines."""
+    restored = origin.restore([trainer], parts)
+    return restored or load_checkpoint(trainer, checkpoint, parts, origin.newest)
 
 
 def load_checkpoint(

@@ -1,7 +1,7 @@
 """Sets up the recovery of a command's trainer and critic."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from mcore_rl.algo.registry import Needs
@@ -11,7 +11,9 @@ from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
 from mcore_rl.config import RunConfig
 from mcore_rl.logs.progress import say
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.loops.roles import NO_RECOVERY, Recovery
+from mcore_rl.loops.roles import NO_RECOVERY, Recovery, State
+from mcore_rl.process import relaunch
+from mcore_rl.run.kept_start import hold_positions
 from mcore_rl.run.parts import StartedRun
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.recovery import RankRecovery, Recovered, Rewound
@@ -80,7 +82,7 @@ def open_recovery(
         yield NO_RECOVERY
         return
     nodes = {node for model in trained.models for node in model.list_nodes()}
-    with closing(StateKeepers(nodes, options.call_timeout_s)) as keepers:
+    with _open_keepers(nodes, options.call_timeout_s) as keepers:
         try:
             for model in trained.models:
                 model.let_shrink(options.recovery.min_dp)
@@ -101,10 +103,11 @@ def open_recovery(
             settle=keepers.settle,
             forget_links=trained.forget_links,
             rewound=trained.rewound,
+            note_done=hold_positions if keepers.outlive_controllers else _do_nothing,
         )
         num_ranks = sum(model.world_size for model in trained.models)
-        most = options.recovery.limit_restarts(num_ranks)
-        recovery = RankRecovery(recovered, most, start_step)
+        recovery = RankRecovery(recovered, options.recovery.limit_restarts(num_ranks), start_step)
+        relaunch.allow_relaunch()
         processes.recovers = True
         if recovered.gpus.are_apart:  # otherwise others have the GPUs while engines sample
             processes.recover_beside_sampling = recovery.recover
@@ -113,3 +116,19 @@ def open_recovery(
         finally:
             processes.recovers = False
             processes.recover_beside_sampling = None
+
+
+@contextmanager
+def _open_keepers(nodes: Collection[str], timeout_s: float) -> Iterator[StateKeepers]:
+    """Yield keepers; they end with the block, but not where Ray is lost, as others go on then."""
+    keepers = StateKeepers(nodes, timeout_s)
+    try:
+        yield keepers
+    except Exception:
+        keepers.close()
+        raise
+    keepers.close()
+
+
+def _do_nothing(state: State) -> None:
+    """Stand in the place of hold_positions, where a checkpoint is continued from."""

@@ -87,13 +87,9 @@ def test_ray_processes_are_found_by_name_and_parent(
     assert watchdog.find_ray_children(1) == {}
 
 
-def test_messages_name_who_died_and_how_to_go_on() -> None:
+def test_messages_name_who_died() -> None:
     assert watchdog.describe_lost_ray("raylet").startswith("Ray's raylet process died")
     both = watchdog.describe_joint_death(12, ["raylet", "gcs_server"])
     assert "process 12) and Ray's raylet process and Ray's gcs_server process died together" in both
-    for message in (
-        watchdog.describe_lost_ray("raylet"),
-        both,
-        watchdog.wait_for_parent(2**22 + 1),
-    ):
-        assert message.endswith("continues from the newest checkpoint")
+    gone = watchdog.wait_for_parent(2**22 + 1)
+    assert gone.startswith(f"the controller (process {2**22 + 1}) was killed")

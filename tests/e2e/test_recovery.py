@@ -135,6 +135,37 @@ def test_trainer_and_critic_go_back_together(start: Start, tmp_path: Path) -> No
     compare(start, tmp_path, deaths, "algorithm.advantage=gae", "critic.mini_batches=4")
 
 
+LOST = [
+    ("controller", "train", 2, KILL),
+    ("gcs_server", "rollout", 3, KILL),
+    ("raylet/raylet", "sync", 4, KILL),
+    ("raylet/raylet", "logprobs", 6, STOP),
+]
+
+
+@pytest.mark.slow
+def test_a_lost_controller_or_ray_starts_again_from_memory(start: Start, tmp_path: Path) -> None:
+    """No checkpoint is written before the last step, so none is gone on from."""
+    settings = (*SETTINGS, "algorithm.advantage=gae", "run.steps=7", "checkpoint.every_steps=0")
+    whole = start("train", *settings, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    run = start("train", *settings, run_dir=tmp_path / "disturbed")
+    for num_before, (words, phase, step, number) in enumerate(LOST):
+        run.wait_for(PHASES[phase].format(step=step), poll_s=0.002)
+        controller = psutil.Process(run.process.pid).children()[0]
+        victim = controller if words == "controller" else run.find_one(words)
+        victim.send_signal(number)
+        goes_on = f"goes on after step {step - 1} of 7, which is in memory"
+        run.wait_until(lambda text=goes_on: text in run.tail(10**6), goes_on)
+        assert run.tail(10**6).count("it starts again") == num_before + 1
+        assert not controller.is_running() and not victim.is_running()
+    assert run.finish() == 0, run.tail()
+    run.assert_nothing_left()
+    assert_complete(run, 7)
+    assert numbers(run) == numbers(whole)
+    assert_same_prompts(whole.run_dir, run.run_dir)
+
+
 @pytest.mark.slow
 def test_a_death_within_a_recovery_is_survived(start: Start, tmp_path: Path) -> None:
     whole = start("train", *SETTINGS, "run.steps=4", run_dir=tmp_path / "whole")

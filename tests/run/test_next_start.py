@@ -13,6 +13,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.process.disk import DiskFullError
 from mcore_rl.process.signals import StoppedEarlyError
 from mcore_rl.run.commands import run_train
+from mcore_rl.run.kept_start import Origin
 from mcore_rl.run.next_start import (
     describe_next_start,
     tell_if_finished,
@@ -120,7 +121,7 @@ def test_the_start_says_where_it_begins_and_what_it_ignores(
 ) -> None:
     folder = make_folder(tmp_path, *steps)
     with tell_progress():
-        tell_start(folder, folder.newest_checkpoint(), 9)
+        tell_start(folder, Origin(folder.newest_checkpoint()), 9)
     told = [line[len("00:00:00 ") :] for line in capsys.readouterr().out.splitlines()]
     assert [line[: len(begin)] for line, begin in zip(told, lines, strict=True)] == lines
 
@@ -129,8 +130,15 @@ def test_a_new_run_says_nothing_at_its_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with tell_progress():
-        tell_start(RunFolder(tmp_path), None, 9)
+        tell_start(RunFolder(tmp_path), Origin(None), 9)
     assert capsys.readouterr().out == ""
+
+
+def test_a_start_from_memory_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path, 4)
+    with tell_progress():
+        tell_start(folder, Origin(folder.newest_checkpoint(), {"step": 7}), 9)
+    assert capsys.readouterr().out.endswith("goes on after step 7 of 9, which is in memory\n")
 
 
 def make_config(folder: Path, *settings: str) -> Config:

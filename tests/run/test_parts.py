@@ -28,6 +28,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.sampling import SamplingOptions
 from mcore_rl.process.log_files import find_segments
 from mcore_rl.process.signals import StoppedEarlyError, TerminatedError
+from mcore_rl.run.kept_start import Origin
 from mcore_rl.run.links import make_links, make_record
 from mcore_rl.run.parts import (
     StartedRun,
@@ -107,7 +108,8 @@ def test_a_run_continues_after_the_step_that_was_saved(tmp_path: Path) -> None:
     started = start(log, {"step": 4, "data": stream.state_dict()})
     again = ShuffledStream(list("abcd"), seed=0)
     parts, newest = {"data": again}, folder.checkpoint(4)
-    assert load_models(checkpoint, started, folder, parts, newest, with_reference=True) == 4
+    origin = Origin(newest)
+    assert load_models(checkpoint, started, folder, parts, origin, with_reference=True) == 4
     assert log == [
         ("trainer", "snapshot_reference"),
         ("trainer", "load", str(newest), "verify=False"),
@@ -121,7 +123,7 @@ def test_without_a_checkpoint_nothing_is_loaded(tmp_path: Path) -> None:
     started = start(log, {"step": 4})
     folder = RunFolder(tmp_path)
     checkpoint = CheckpointConfig()
-    assert load_models(checkpoint, started, folder, {}, None, with_reference=False) == 0
+    assert load_models(checkpoint, started, folder, {}, Origin(None), with_reference=False) == 0
     assert log == []
 
 

@@ -12,7 +12,15 @@ from typing import Protocol, TypeVar
 from mcore_rl.config import Config
 from mcore_rl.data.source import StreamPlace
 from mcore_rl.logs.ledger.ledger import LaunchEntry, RunLedger
-from mcore_rl.loops.roles import Critic, PromptStream, Recovery, Roles, StoredTrainer, WeightSync
+from mcore_rl.loops.roles import (
+    Critic,
+    PromptStream,
+    Recovery,
+    Roles,
+    State,
+    StoredTrainer,
+    WeightSync,
+)
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.types import (
     LogprobOptions,
@@ -164,6 +172,9 @@ class BookedRecovery:
     def save(self, step: int, work: Callable[[], None]) -> None:
         self._recovery.save(step, self._watch("save", work))
         self._ledger.note_save(step)
+
+    def note_done(self, step: int, state: State) -> None:
+        self._recovery.note_done(step, state)
 
     def _watch(self, what: str, work: Callable[[], T]) -> Callable[[], T]:
         """Return `work`; its errors and its later calls, which follow a recovery, are noted."""

@@ -22,6 +22,7 @@ from mcore_rl.cluster.answers import GRACE_S, RankError, RankLostError
 from mcore_rl.cluster.placement import NoRoomError
 from mcore_rl.logs.progress import say
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.loops.roles import State
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.run.roles.colocation import ALL, SharedGpus
@@ -78,6 +79,7 @@ class Recovered:
     settle        waits until kept states lie on partner nodes, too
     forget_links  has the next weight sync link the engines to the new ranks
     rewound       goes back with the ranks, if the loop's work changes it
+    note_done     has the state of a step outlive this process, where the ranks' does
     """
 
     models: Sequence[KeptModel]
@@ -88,6 +90,7 @@ class Recovered:
     settle: Callable[[], None]
     forget_links: Callable[[], None]
     rewound: Rewound | None
+    note_done: Callable[[State], None]
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,9 @@ class RankRecovery:
     def save(self, step: int, work: Callable[[], None]) -> None:
         self._save = (step, work)
         self.repeat(work)
+
+    def note_done(self, step: int, state: State) -> None:
+        self._of.note_done({**state, "step": step})
 
     def _keep(self, step: int) -> dict[str, float]:
         """Keep the state of models and advantages after `step`; return metrics."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from mcore_rl.config import ClusterConfig, RolloutConfig, SimulateConfig
+from mcore_rl.loops.roles import State
 from mcore_rl.planning.bundles import Bundle, RunSize
 from mcore_rl.planning.slots import Slot, reserve_slots
 from mcore_rl.process.process_state import RestartBudget
@@ -456,6 +457,8 @@ class SimulatedRecovery:
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         self.repeat(work)
+
+    def note_done(self, step: int, state: State) -> None: ...
 
     def _recover(self) -> None:
         self._num_in_row += 1

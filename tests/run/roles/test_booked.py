@@ -248,6 +248,8 @@ class RankDies:
     def save(self, step: int, work: Callable[[], None]) -> None:
         work()
 
+    def note_done(self, step: int, state: Any) -> None: ...
+
     def _die(self, work: Callable[[], Any]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TablePolicy, "train_step", fail)

@@ -100,6 +100,7 @@ class Scene:
         self.steered = Steered()
         self.folder = RunFolder(folder)
         self.calls: list[str] = []
+        self.done: list[Any] = []
         recovered = Recovered(
             models=self.models,
             gpus=SharedGpus(EngineMemory((), 0.0), lambda work: None),
@@ -109,6 +110,7 @@ class Scene:
             settle=lambda: None,
             forget_links=lambda: self.calls.append("forget links"),
             rewound=self.steered,
+            note_done=self.done.append,
         )
         self.recovery = RankRecovery(recovered, most, start_step=0)
 
