@@ -20,7 +20,7 @@ from mcore_rl.weights.hf.files import list_carried_tensors
 from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.training import LocalPart, make_training_shards
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.table import Rule
+from mcore_rl.weights.models.table import HfTensor, Rule
 from tests.support import models_table
 from tests.support.ahead import chosen_cases
 from tests.support.distributed import run_each
@@ -229,13 +229,19 @@ def test_tensors_beside_the_model_are_found_by_name_and_no_others_are_allowed(
 def corruptions(rule: Rule) -> Iterator[tuple[tuple[Rule, ...], str]]:
     """Yield wrong replacements of `rule` in a table, and the error message of each."""
     yield (), "is not in the table"
-    wrong = (replace(tensor, axes=(*tensor.axes[:-1], "vocab")) for tensor in rule.tensors)
-    yield (replace(rule, tensors=tuple(wrong)),), "has shape"
+    yield (replace(rule, tensors=tuple(map(resize, rule.tensors))),), "has shape"
     if rule.where in ("dense", "moe"):
         yield (
             (replace(rule, where="moe" if rule.where == "dense" else "dense"),),
             "is not a (moe|dense) layer",
         )
+
+
+def resize(tensor: HfTensor) -> HfTensor:
+    """Return the tensor with another size of its last axis, or of the part that a rule takes."""
+    if tensor.section is not None and len(tensor.axes) == 1:
+        return replace(tensor, section=replace(tensor.section, rows="vocab"))
+    return replace(tensor, axes=(*tensor.axes[:-1], "vocab"))
 
 
 def test_every_corruption_of_a_table_is_noticed(folder: Path, whole: dict[str, Any]) -> None:
