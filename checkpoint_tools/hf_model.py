@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_tools.int4 import unpack_names
-from checkpoint_tools.packed import find_packed, list_stored_names
+from checkpoint_tools.packed import collect_stored_names, find_packed
 from checkpoint_tools.stored import DTYPE_BYTES, StoredTensor
 from mcore_rl.weights.hf.config import (
     parse_hf_config,
@@ -115,7 +115,7 @@ def _find_unpacked(
 ) -> dict[str, StoredTensor]:
     """Return the tensors of a quantized model by their names and shapes without quantization."""
     packed = find_packed(config, tensors, _check_dtype(config) or "bfloat16", path)
-    halves = list_stored_names(packed)
+    halves = collect_stored_names(packed)
     plain = {name: tensor for name, tensor in tensors.items() if name not in halves}
     return plain | {
         name: StoredTensor(name, made.dtype, made.shape, (made.values,))

@@ -81,7 +81,7 @@ def find_packed(
         else _mxfp4(tensors, dtype)
     )
     packed = {made.name: made for made in find}
-    taken = list_stored_names(packed)
+    taken = collect_stored_names(packed)
     for name, tensor in tensors.items():
         if name not in taken and (tensor.dtype == "uint8" or tensor.dtype.startswith("float8")):
             raise ValueError(f"{_where(tensor)} is {tensor.dtype}, and no tensor has its scales")
@@ -96,7 +96,7 @@ def find_packed(
     return packed
 
 
-def list_stored_names(packed: Mapping[str, Packed]) -> set[str]:
+def collect_stored_names(packed: Mapping[str, Packed]) -> set[str]:
     """Return the names under which values and scales are stored."""
     return {chunk.key for made in packed.values() for chunk in (made.values, made.scales)}
 

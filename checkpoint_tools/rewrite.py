@@ -22,7 +22,7 @@ from checkpoint_tools.hf_model import find_dtype, is_upright, list_singles, read
 from checkpoint_tools.hf_output import make_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
-from checkpoint_tools.packed import find_packed, list_stored_names
+from checkpoint_tools.packed import collect_stored_names, find_packed
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Chunk, StoredTensor
@@ -58,7 +58,7 @@ def dequantize(
     packed = {}
     if not is_int4(config):
         packed = find_packed(config, checkpoint.tensors, dtype, file)
-    halves = list_stored_names(packed)
+    halves = collect_stored_names(packed)
     assemblies: dict[str, Made] = {**packed}
     for name, tensor in checkpoint.tensors.items():
         if name not in halves:

@@ -14,7 +14,7 @@ from checkpoint_tools.megatron_model import choose_config, hf_assemblies
 from checkpoint_tools.optimizer import optimizer_to_hf
 from checkpoint_tools.options import Effort
 from checkpoint_tools.output import Made
-from checkpoint_tools.packed import Packed, find_packed, list_stored_names
+from checkpoint_tools.packed import Packed, collect_stored_names, find_packed
 from checkpoint_tools.produce import ConversionReport
 from checkpoint_tools.staging import refuse_existing
 from checkpoint_tools.stored import Checkpoint, Chunk
@@ -124,7 +124,7 @@ def _list_carried(
     FP8 are decoded, to `dtype` or else bfloat16.
     """
     decoded = _find_fp8(checkpoint, dtype or "bfloat16")
-    halves = list_stored_names(decoded)
+    halves = collect_stored_names(decoded)
     family = family_of(config)
     copies = family.copies(config)
     left_out = family.find_left_out(config)

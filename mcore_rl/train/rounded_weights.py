@@ -38,7 +38,7 @@ class RoundedWeights:
         """
         self._precision: Precision = precision
         rounded = [shard for shard in shards if is_rounded(precision, shard.box.name)]
-        self._parts = join_rows(rounded)
+        self._parts = group_rows(rounded)
         for part in self._parts:
             first, last = part[0].box, part[-1].box
             box = Box(first.name, first.start, last.stop)
@@ -72,7 +72,7 @@ def make_rounded_weights(
     return RoundedWeights(precision, shards, hf_tensor_shapes(hf_config), dist.get_rank())
 
 
-def join_rows(shards: Iterable[Shard]) -> list[list[Shard]]:
+def group_rows(shards: Iterable[Shard]) -> list[list[Shard]]:
     """Return the shards in lists of such that lie one below the other in an HF matrix.
 
     A block may span several of them: Megatron keeps the rows of a head beside its keys.

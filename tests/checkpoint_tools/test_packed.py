@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint_tools.packed import find_packed, list_stored_names
+from checkpoint_tools.packed import collect_stored_names, find_packed
 from checkpoint_tools.stored import DTYPE_BYTES, Chunk, StoredTensor
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 64]}
@@ -34,7 +34,7 @@ def test_blocks_of_8_bit_values() -> None:
     assert (matrix.format, matrix.block, matrix.shape) == ("fp8", (128, 64), (200, 300))
     assert matrix.num_bytes == 200 * 300 * 2
     assert matrix.held_bytes == 2 * 5 * 4
-    assert list_stored_names(packed) == {"a.weight", "a.weight_scale_inv"}
+    assert collect_stored_names(packed) == {"a.weight", "a.weight_scale_inv"}
 
 
 def test_groups_of_4_bit_values_of_experts_are_transposed() -> None:
@@ -44,7 +44,7 @@ def test_groups_of_4_bit_values_of_experts_are_transposed() -> None:
     assert (experts.format, experts.shape) == ("mxfp4", (2, 4 * 32, 3))
     assert experts.num_bytes == 2 * 128 * 3 * 4
     assert experts.held_bytes == 3 * 4 * (16 + 1)
-    assert list_stored_names(packed) == tensors.keys()
+    assert collect_stored_names(packed) == tensors.keys()
 
 
 def test_places_change_with_anything_that_changes_the_elements() -> None:

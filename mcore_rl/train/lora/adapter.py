@@ -47,7 +47,7 @@ from torch import Tensor
 
 from mcore_rl.config import LoraConfig, ModelConfig
 from mcore_rl.train.lora.frozen import ALONE, BaseSharing, FrozenWeights
-from mcore_rl.train.lora.packed import find_packed
+from mcore_rl.train.lora.packed import find_packed_parts
 from mcore_rl.train.weights import weight_layout
 from mcore_rl.weights.box import Box, Shape, Shard
 from mcore_rl.weights.hf.config import ModelFacts
@@ -275,7 +275,7 @@ class LoraAdapter:
         adapted = {key: tensors[key] for key in sorted(held)}
         packed = {}
         if files is not None and sharing == ALONE:
-            packed = find_packed(shards, adapted, files)
+            packed = find_packed_parts(shards, adapted, files)
         self._frozen = FrozenWeights(adapted, sharing, packed)
         stamp = facts.make_stamp(hf_config)
         self._take(facts, seed, name, stamp.num_matrices)

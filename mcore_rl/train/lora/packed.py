@@ -41,7 +41,7 @@ class KeptPart:
             place.view(tensors).copy_(restored_NK[rows, columns])
 
 
-def find_packed(
+def find_packed_parts(
     shards: Iterable[Shard], tensors: Mapping[str, Tensor], model: ModelFacts
 ) -> dict[str, list[KeptPart]]:
     """Return the parts that local tensors consist of, of those that the files have packed whole.
