@@ -72,6 +72,8 @@ class ModelGroup:
         """
         self._all_slots = self._slots = slots
         """Those of the recipe's layout, and those of the ranks that go on."""
+        self._places: Sequence[int] = range(len(slots))
+        """Which of the recipe's slots are those of the ranks that go on."""
         self._start: Callable[[Sequence[Slot]], RankGroup] = lambda slots: RankGroup(
             self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s
         )
@@ -207,9 +209,9 @@ class ModelGroup:
         assert self._whole is not None and self._keepers is not None
         if self._min_dp is None:
             raise no_room
-        if len(find_places(self._slots)) == len(self._slots):
-            return  # there has been room since
         places = find_places(self._all_slots)
+        if all(place in places for place in self._places):
+            return  # there has been room since
         try:
             layout = choose_layout(self._whole.spec.parallel, places, self._min_dp, self.sizes)
         except NoLayoutError as error:
@@ -223,7 +225,8 @@ class ModelGroup:
         self._keepers.retire(replaced.names)
         self._earlier.append(replaced)
         self._num_layouts += 1
-        self._slots = [self._all_slots[rank] for rank in layout.places]
+        self._places = layout.places
+        self._slots = [self._all_slots[place] for place in self._places]
         self._build = self._whole.fit(layout)
         for listener in self._listeners:
             listener(layout.parallel)
