@@ -26,12 +26,16 @@ from mcore_rl.loops.roles import State
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.process_state import RestartBudget
 from mcore_rl.run.roles.colocation import ALL, SharedGpus
+from mcore_rl.run.roles.failed_saves import note_failed_saves
+from mcore_rl.types import FailedSaves
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 BACKOFF_S = 2.0
 """Wait before the second recovery between two steps; it doubles with each further one."""
 MAX_BACKOFF_S = 60.0
+SAVING_STEPS = 3
+"""Steps for which a checkpoint that is being written puts off that a model takes more ranks."""
 
 
 def backoff_s(num_in_row: int) -> float:
@@ -54,6 +58,8 @@ class KeptModel(Protocol):
     def find_larger(self) -> int: ...
 
     def grow(self) -> None: ...
+
+    def finish_save(self) -> FailedSaves: ...
 
     def keep_state(self, step: int) -> int: ...
 
@@ -117,6 +123,8 @@ class RankRecovery:
         """Recoveries since a step was trained."""
         self._larger: dict[str, int] = {}
         """By role, the data-parallel size that there was room for when the last step began."""
+        self._num_put_off = 0
+        """Steps for which there was room, and a checkpoint was being written."""
         self._doubted: RankLostError | None = None
         """An error since the last work that succeeded, of a GPU or of the program."""
         self._keep(start_step)
@@ -262,15 +270,25 @@ class RankRecovery:
     def _maybe_grow(self) -> None:
         """Have a model take more ranks, once there was room for them when two steps began.
 
-        Kept states must lie on partner nodes, too. While a checkpoint is written, nothing changes.
+        Kept states must lie on partner nodes, too. A checkpoint that is being written puts it off
+        for up to SAVING_STEPS steps; then it is waited for.
         """
-        if self._is_saving():
-            return
         larger = {model.role: model.find_larger() for model in self._of.models}
         before, self._larger = self._larger, larger
-        for model in self._of.models:
-            if model.dp_size < larger[model.role] == before.get(model.role):
-                self._grow(model)
+        growing = [
+            model
+            for model in self._of.models
+            if model.dp_size < larger[model.role] == before.get(model.role)
+        ]
+        if growing and self._is_saving() and self._num_put_off < SAVING_STEPS:
+            self._num_put_off += 1
+            return
+        self._num_put_off = 0
+        if growing and self._is_saving():
+            for model in self._of.models:
+                note_failed_saves(self._of.folder, model.finish_save())
+        for model in growing:
+            self._grow(model)
 
     def _grow(self, model: KeptModel) -> None:
         """Replace the ranks of a model by more of them, with the state that it has now."""

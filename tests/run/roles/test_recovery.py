@@ -14,6 +14,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.run.roles import recovery as recovery_module
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.recovery import RankRecovery, Recovered
+from mcore_rl.types import FailedSaves
 
 
 class NumberModel:
@@ -29,6 +30,9 @@ class NumberModel:
         """Replacements to be had; without one, a restart makes the model smaller."""
         self.larger_dp = 0
         """The size that there is room for again."""
+        self.failing: list[tuple[str, str]] = []
+        """(folder, reason) of saves that have failed when they are waited for."""
+        self.num_finished = 0
         self._loss: RankLostError | None = None
 
     def train(self, step: int) -> int:
@@ -63,6 +67,11 @@ class NumberModel:
     def grow(self) -> None:
         self.dp_size = self.find_larger()
         self.number = 1
+
+    def finish_save(self) -> FailedSaves:
+        self.check()
+        self.num_finished += 1
+        return tuple(self.failing)
 
     def keep_state(self, step: int) -> int:
         self.check()
@@ -209,6 +218,22 @@ def test_a_model_does_not_grow_while_it_writes_a_checkpoint(tmp_path: Path) -> N
     for step in (4, 5):
         scene.train(step)
     assert scene.trainer.dp_size == 5
+
+
+def test_saves_that_never_pause_are_waited_for_once_so_that_a_model_grows(tmp_path: Path) -> None:
+    """A save begins after each step, and is being written when the next step begins."""
+    wanted = undisturbed(tmp_path, 6)
+    scene = Scene(tmp_path)
+    scene.trainer.larger_dp = 5
+    sizes = []
+    for step in range(1, 7):
+        scene.trainer.failing = [(str(scene.folder.checkpoint(step - 1)), "no space")]
+        assert scene.train(step) == wanted[step - 1]
+        scene.recovery.save(step, lambda: None)
+        sizes.append(scene.trainer.dp_size)
+    assert sizes == [4, 4, 4, 4, 5, 5]
+    assert (scene.trainer.num_finished, scene.critic.num_finished) == (1, 1)
+    assert scene.folder.failed_saves == {4: "no space"}, "what the wait found is told"
 
 
 def test_a_loss_while_a_model_grows_is_recovered(tmp_path: Path) -> None:
