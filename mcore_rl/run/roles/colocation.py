@@ -8,7 +8,8 @@ training     -                          the working one: weights,     -
 weight sync  weights                    the trainer's weights         -
 saving       as before                  -                             -
 
-An engine of the policy loses the weights that it releases; only a weight sync brings them back. All
+An engine of the policy loses the weights that it releases; only a weight sync brings them back. One
+that is lost is started again at the beginning of a weight sync, while the models are offloaded. All
 other models offload to host memory: trainer and critic with cluster.offload, judges, reward models
 and teachers always. Where the engines have GPUs of their own, rollout offloads no model.
 Checkpoints and exports are written from host memory.
@@ -20,6 +21,7 @@ from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from mcore_rl.loops.roles import Critic, StoredTrainer
+from mcore_rl.process.clock import now_s
 from mcore_rl.process.http import open_session
 from mcore_rl.process.server_keys import ServerKeys, admin_headers
 from mcore_rl.types import (
@@ -46,6 +48,24 @@ ALL = ("weights", "training")
 """Parts of a model, see train/offload.py."""
 
 
+LOSS_SHOWS_S = 15.0
+"""How long the loss of an engine may take to show after a call of it failed: SGLang ends a server
+some seconds after its scheduler died."""
+LOSS_POLL_S = 0.5
+
+
+class LostEngines(Protocol):
+    """Engines that are started again when they are lost; see cluster.colocated_engines."""
+
+    def list_living(self) -> list[str]: ...
+
+    async def look(self) -> None: ...
+
+    async def seat_lost(self) -> bool: ...
+
+    async def start_lost(self) -> list[str]: ...
+
+
 class EngineMemory:
     """The GPU memory of engines, all of it occupied at first; without urls, a no-op."""
 
@@ -56,13 +76,17 @@ class EngineMemory:
         keys: ServerKeys | None = None,
         *,
         with_graphs: bool = False,
+        engines: LostEngines | None = None,
     ) -> None:
         """`timeout_s` bounds each wait for the engines, also the wait for their last requests.
 
         keys          the engines' keys; None if the engines have none
         with_graphs   the engines can release their CUDA graphs' memory, too, and do so wherever
                       they release the KV cache
+        engines       the engines at `urls`, if lost ones are started again; None: the failure of a
+                      call is raised
         """
+        self._engines = engines
         self._unless_sampling = {KV_CACHE, GRAPHS} if with_graphs else {KV_CACHE}
         self._urls = urls
         self._timeout_s = timeout_s
@@ -72,6 +96,25 @@ class EngineMemory:
     @property
     def are_colocated(self) -> bool:
         return bool(self._urls)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether engines gave up their weights, so that they serve after a weight sync only."""
+        return self.are_colocated and WEIGHTS in self._released
+
+    async def seat_lost(self) -> bool:
+        """Return whether lost engines can be started now. Raises RankError; see LostEngines."""
+        return self._engines is not None and await self._engines.seat_lost()
+
+    async def start_lost(self) -> None:
+        """Start the lost engines that can be; they then release what the others have released.
+
+        The GPUs must have room for all of their memory. Raises RankError.
+        """
+        assert self._engines is not None, "engines were seated"
+        urls = await self._engines.start_lost()
+        if self._released:
+            await self._on_all(lambda engine: self._give_up(engine, self._released), urls)
 
     async def for_training(self) -> None:
         """Release weights and KV cache. Raises EngineCallError, which names the engine."""
@@ -97,22 +140,46 @@ class EngineMemory:
         await self._occupy(set(self._released))
 
     async def _release(self, kinds: Collection[str]) -> None:
-        async def release(engine: EngineControl) -> None:
-            await engine.wait_idle(self._timeout_s)
-            await engine.release(kinds)
-
         if kinds:
-            await self._on_all(release)
+            await self._on_all(lambda engine: self._give_up(engine, kinds))
             self._released.update(kinds)
+
+    async def _give_up(self, engine: EngineControl, kinds: Collection[str]) -> None:
+        await engine.wait_idle(self._timeout_s)
+        await engine.release(kinds)
 
     async def _occupy(self, kinds: Collection[str]) -> None:
         if kinds:
             await self._on_all(lambda engine: engine.occupy(kinds))
             self._released -= set(kinds)
 
-    async def _on_all(self, call: Callable[[EngineControl], Awaitable[None]]) -> None:
+    async def _on_all(
+        self,
+        call: Callable[[EngineControl], Awaitable[None]],
+        urls: Sequence[str] | None = None,
+    ) -> None:
+        """Make a call on the engines at `urls`, by default all that are not lost."""
+        if urls is None:
+            urls = self._urls if self._engines is None else self._engines.list_living()
         async with open_session(self._timeout_s + GRACE_S, self._headers) as http:
-            await asyncio.gather(*(call(EngineControl(http, url)) for url in self._urls))
+            calls = (call(EngineControl(http, url)) for url in urls)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(urls, outcomes, strict=True)
+        failed = {url: outcome for url, outcome in pairs if isinstance(outcome, BaseException)}
+        if failed:
+            await self._excuse_lost(failed)
+
+    async def _excuse_lost(self, failed: Mapping[str, BaseException]) -> None:
+        """Raise the first of the errors of engines that turn out not to be lost."""
+        until_s = now_s() + LOSS_SHOWS_S
+        while self._engines is not None:
+            await self._engines.look()
+            failed = {url: failed[url] for url in self._engines.list_living() if url in failed}
+            if not failed or now_s() > until_s:
+                break
+            await asyncio.sleep(LOSS_POLL_S)
+        for error in failed.values():
+            raise error
 
 
 class Model(Protocol):
@@ -203,11 +270,24 @@ class SharedGpus:
         return not self._are_shared and not self._colocated
 
     @property
+    def lacks_engine_weights(self) -> bool:
+        """Whether engines gave up their weights, so that they serve after a weight sync only."""
+        return self._engines.lacks_weights
+
+    @property
     def _are_shared(self) -> bool:
         return self._engines.are_colocated or bool(self._models)
 
     async def for_sync(self) -> None:
-        """Load the trainer's weights, and occupy the memory of the engines' weights."""
+        """Load the trainer's weights, and occupy the memory of the engines' weights.
+
+        Before that, lost engines are started again. Raises RankError if one cannot be, and too few
+        are left.
+        """
+        if await self._engines.seat_lost():
+            await self._engines.for_scoring()
+            await self._load_only("", ())
+            await self._engines.start_lost()
         await self._load_only(TRAINER, WEIGHTS_ONLY)
         await self._engines.for_sync()
 

@@ -142,13 +142,26 @@ class EngineSync:
         """
         if not await self._is_any_coming() or self._health.serving:
             return False
+        await self._serve_again()
+        return True
+
+    async def prepare(self) -> None:
+        """Sync engines that have no weights: ranks on their GPUs were replaced since the last sync.
+
+        Raises SyncError as `revive` does.
+        """
+        if self._memory.lacks_engine_weights:
+            await self._serve_again()
+
+    async def _serve_again(self) -> None:
+        """Bring engines the weights of the last sync until one serves."""
         while True:
             report, reasons = await self._bring(self._version)
             await self._memory.for_rollout()
             holding = self._list_up_to_date()
             checked = await self._parity_check.check(holding, report.verified)
             if await self._admit(holding, reasons, checked):
-                return True
+                return
             await self._expect_another(checked)
 
     async def _admit(
@@ -168,7 +181,6 @@ class EngineSync:
     async def _bring(self, version: WeightVersion) -> tuple[SyncReport, dict[str, str]]:
         """Send the weights; return the report, and url -> why an engine was left out or failed."""
         self._version = version
-        await self._memory.for_sync()
         while True:
             reasons = await self._link()
             try:
@@ -199,10 +211,14 @@ class EngineSync:
             )
 
     async def _link(self) -> dict[str, str]:
-        """Link healthy engines until there is one to sync; return why others failed."""
+        """Link healthy engines until there is one to sync; return why others failed.
+
+        Lost engines on shared GPUs are started again before.
+        """
         reasons: dict[str, str] = {}
         while True:
             await self._look()
+            await self._memory.for_sync()
             self._forget_left()
             due = [state for state in self._health.states if self._is_due(state, reasons)]
             reasons |= await self._link_all(due)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mcore_rl.run.roles.parity_check import ParityReport
 from mcore_rl.run.roles.parity_tolerance import EngineDifference
@@ -258,6 +258,14 @@ class SimulatedParityCheck:
         return ParityReport(dict.fromkeys(urls, EngineDifference(0.0, 0.0, 0.0, 0)))
 
 
+class WaitingEngines(Protocol):
+    """Engines that wait for the GPUs of ranks; see placement.Failures."""
+
+    async def seat_lost(self) -> bool: ...
+
+    async def start_lost(self) -> None: ...
+
+
 class SimulatedEngineMemory:
     """GPU memory of engines, which on shared GPUs takes time to give up and to take back.
 
@@ -265,9 +273,20 @@ class SimulatedEngineMemory:
     memory.
     """
 
-    def __init__(self, *, are_colocated: bool, call_s: float) -> None:
+    def __init__(
+        self, *, are_colocated: bool, call_s: float, engines: WaitingEngines | None = None
+    ) -> None:
+        """`engines`: those that start again in turn with the ranks when they are lost."""
+        self._engines = engines
         self.are_colocated = are_colocated
         self._call_s = call_s if are_colocated else 0.0
+
+    async def seat_lost(self) -> bool:
+        return self._engines is not None and await self._engines.seat_lost()
+
+    async def start_lost(self) -> None:
+        assert self._engines is not None, "engines were seated"
+        await self._engines.start_lost()
 
     async def for_training(self) -> None:
         await asyncio.sleep(self._call_s)

@@ -1,5 +1,6 @@
 """Shared GPUs: what engines and models are asked to load and offload in each phase, in order."""
 
+import asyncio
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.process.event_loop import EventLoop
+from mcore_rl.run.roles import colocation
 from mcore_rl.run.roles.colocation import (
     ALL,
     CRITIC,
@@ -16,7 +18,12 @@ from mcore_rl.run.roles.colocation import (
     SharedGpus,
     SharingScorer,
 )
-from mcore_rl.weight_sync.controller.engine_control import GRAPHS, KV_CACHE, WEIGHTS
+from mcore_rl.weight_sync.controller.engine_control import (
+    GRAPHS,
+    KV_CACHE,
+    WEIGHTS,
+    EngineCallError,
+)
 from tests.support.fake_sglang import FakeSGLang
 
 RELEASE = "/release_memory_occupation"
@@ -92,6 +99,88 @@ def test_graphs_go_and_come_with_the_kv_cache_if_engines_can_release_them(stage:
         (RESUME, [WEIGHTS]),
         (RESUME, [GRAPHS, KV_CACHE]),
     ]
+
+
+@dataclass
+class Returning:
+    """Engines of which one may be lost, until a server in its place starts; see LostEngines."""
+
+    loop: EventLoop
+    living: list[FakeSGLang]
+    log: list[tuple[str, Any]]
+    num_lost: int = 0
+    num_unseen: int = 0
+    """Lost engines that the next look finds."""
+
+    def list_living(self) -> list[str]:
+        return [engine.url for engine in self.living]
+
+    async def look(self) -> None:
+        for _ in range(self.num_unseen):
+            self.living.pop()
+        self.num_lost += self.num_unseen
+        self.num_unseen = 0
+
+    async def seat_lost(self) -> bool:
+        return self.num_lost > 0
+
+    async def start_lost(self) -> list[str]:
+        self.log.append(("engine", "starts"))
+        started = await asyncio.to_thread(FakeSGLang, self.loop)
+        self.living.append(started)
+        self.num_lost -= 1
+        return [started.url]
+
+
+def test_a_lost_engine_starts_on_empty_gpus_before_the_next_sync(stage: Stage) -> None:
+    """It dies between its last request and the call that it release its memory."""
+    other = FakeSGLang(stage.loop)
+    returning = Returning(stage.loop, [stage.engine, other], stage.log)
+    urls = returning.list_living()
+    gpus = SharedGpus(EngineMemory(urls, 5.0, engines=returning), stage.loop.run)
+    gpus.add(TRAINER, Ranks(TRAINER, stage.log))
+    stage.model_calls()
+    other.stop()
+    returning.num_unseen = 1
+    gpus.load(TRAINER, ALL)
+    assert stage.engine_calls() == [(RELEASE, sorted([KV_CACHE, WEIGHTS]))]
+    assert gpus.lacks_engine_weights
+    stage.loop.run(gpus.for_sync())
+    assert stage.model_calls() == [
+        *((TRAINER, ALL), (TRAINER, ())),
+        *(("engine", "starts"), (TRAINER, WEIGHTS_ONLY)),
+    ]
+    new = Stage(stage.loop, returning.living[1])
+    taken = [(RELEASE, sorted([KV_CACHE, WEIGHTS])), (RESUME, [WEIGHTS])]
+    assert (new.engine_calls(), stage.engine_calls()) == (taken, taken[1:])
+    assert not gpus.lacks_engine_weights
+    stage.loop.run(gpus.for_sync())
+    gpus.prepare_rollout()
+    assert new.engine_calls() == stage.engine_calls() == [(RESUME, [KV_CACHE])]
+
+
+def test_a_lost_engine_starts_while_samples_are_waited_for(stage: Stage) -> None:
+    """The other one gives up its KV cache, as the trainer's weights are loaded for the sync."""
+    returning = Returning(stage.loop, [stage.engine], stage.log, num_lost=1)
+    gpus = SharedGpus(EngineMemory(["", ""], 5.0, engines=returning), stage.loop.run)
+    stage.loop.run(gpus.for_sync())
+    new = Stage(stage.loop, returning.living[1])
+    released = [(RELEASE, [KV_CACHE])]
+    assert (new.engine_calls(), stage.engine_calls()) == (released, released)
+    stage.loop.run(gpus.for_rollout())
+    assert new.engine_calls() == stage.engine_calls() == [(RESUME, [KV_CACHE])]
+
+
+def test_the_failure_of_an_engine_that_is_not_lost_is_raised(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocation, "LOSS_SHOWS_S", 0.0)
+    stage.engine.answer = lambda body: (500, "out of memory")
+    returning = Returning(stage.loop, [stage.engine], stage.log)
+    for engines in (None, returning):
+        memory = EngineMemory([stage.engine.url], 5.0, engines=engines)
+        with pytest.raises(EngineCallError, match="out of memory"):
+            stage.loop.run(memory.for_training())
 
 
 def test_trainer_and_critic_take_turns_and_the_other_one_offloads_first(stage: Stage) -> None:

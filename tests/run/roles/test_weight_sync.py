@@ -18,6 +18,7 @@ from mcore_rl.run.roles.parity_tolerance import MIN_TOKENS, NUM_TO_JUDGE, Parity
 from mcore_rl.run.roles.weight_sync import MOST_SAME, EngineSync
 from mcore_rl.types import Prompt, WeightVersion
 from mcore_rl.weight_sync.controller.sync import SyncError
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.scoring_engines import OneWeightLinks, OneWeightTrainer, ScoringEngine
 from tests.support.stored import fetch_nothing
 
@@ -33,6 +34,7 @@ class Stage:
     engines: list[ScoringEngine]
     trainer: OneWeightTrainer = field(default_factory=lambda: OneWeightTrainer(0.25))
     seen: list[EngineState] = field(default_factory=list)
+    server: FakeSGLang | None = None
 
     def __post_init__(self) -> None:
         self.urls = [engine.url for engine in self.engines]
@@ -285,6 +287,69 @@ def test_an_engine_that_moves_is_waited_for_linked_anew_and_checked(stage: Stage
     stage.health.leave(first)
     metrics = stage.weights.sync_first(WeightVersion(1), PROBE)
     assert metrics["sync/engines_failed"] == 0.0 and stage.links.linked == (second,)
+
+
+class ComesInTurn:
+    """The second engine, which is lost and starts when it has its GPU; see LostEngines."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._is_lost = True
+        stage.health.num_coming = 1
+
+    def list_living(self) -> list[str]:
+        return [memory_of(self._stage).url]
+
+    async def look(self) -> None: ...
+
+    async def seat_lost(self) -> bool:
+        return self._is_lost
+
+    async def start_lost(self) -> list[str]:
+        _, second = self._stage.urls
+        self._is_lost = False
+        self._stage.engines[1].weight = 99.0
+        self._stage.health.leave(second)
+        self._stage.health.join(JoinedEngine(EngineAddress(second, ""), home=0), "it is new")
+        self._stage.health.num_coming = 0
+        return []
+
+
+def memory_of(stage: Stage) -> FakeSGLang:
+    """Return the server that is asked for the memory of the stage's engines."""
+    if stage.server is None:
+        stage.server = FakeSGLang(stage.loop)
+    return stage.server
+
+
+def test_an_engine_on_shared_gpus_starts_again_within_the_sync_that_brings_it_weights(
+    stage: Stage,
+) -> None:
+    stage.weights.sync_first(FIRST, PROBE)
+    for url in stage.urls:
+        stage.health.lose(url, "its server died")
+    urls = [memory_of(stage).url]
+    memory = EngineMemory(urls, 1.0, engines=ComesInTurn(stage))
+    stage.weights._memory = SharedGpus(memory, stage.loop.run)
+    assert stage.revive()
+    assert stage.health.serving == stage.urls[1:]
+    assert stage.trainer.num_passes == 1
+
+
+def test_engines_that_gave_up_their_weights_get_them_before_requests(stage: Stage) -> None:
+    """As when ranks on their GPUs are replaced while a checkpoint is saved."""
+    memory = EngineMemory([memory_of(stage).url], 1.0)
+    stage.weights._memory = SharedGpus(memory, stage.loop.run)
+    stage.weights.sync_first(FIRST, PROBE)
+    stage.loop.run(stage.weights.prepare())
+    assert [engine.num_requests for engine in stage.engines] == [2, 2], "they have them"
+    stage.loop.run(memory.for_training())
+    stage.weights.forget_links()
+    for engine in stage.engines:
+        engine.weight = 99.0
+    stage.loop.run(stage.weights.prepare())
+    assert [engine.num_requests for engine in stage.engines] == [4, 4]
+    assert stage.health.serving == stage.urls and stage.engines[0].weight == stage.trainer.weight
 
 
 def test_engines_that_come_or_go_have_not_failed(stage: Stage) -> None:
