@@ -140,7 +140,7 @@ def open_run(config: Config) -> Iterator[tuple[Roles, int]]:
                 roles = Roles(
                     prompts=booked,
                     held_out=inputs.held_out,
-                    generator=rollouts.make_generator(*drawing),
+                    generator=rollouts.make_generator(*drawing, recovery, weights.prepare),
                     reward=SharingScorer(rollouts.reward, ("judge", "reward_model"), started.gpus),
                     advantages=estimate,
                     trainer=SharingTrainer(trainer, started.gpus),

@@ -19,7 +19,7 @@ from mcore_rl.data.decoding import make_decode
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.logs.progress import tell_stage
-from mcore_rl.loops.roles import Watched
+from mcore_rl.loops.roles import NO_RECOVERY, Recovery, Watched
 from mcore_rl.process.log_files import LogThrottle
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.redaction import list_secrets
@@ -78,10 +78,13 @@ class Rollouts:
         evaluation: EvalConfig,
         episodes: EpisodeLog,
         revive: Callable[[], Awaitable[bool]] | None = None,
+        recovery: Recovery = NO_RECOVERY,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> EngineGenerator:
         """Return what draws samples of training and of evaluations; see EngineGenerator."""
         own = rollout_of_evaluations(rollout, evaluation)
-        return EngineGenerator(self.client, rollout, self._watched, revive, episodes, own)
+        how = revive, episodes, own, recovery, prepare
+        return EngineGenerator(self.client, rollout, self._watched, *how)
 
     def reward(self, samples: Sequence[StoredSample]) -> Scores:
         """Return the scores of samples; implements roles.Reward."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.logs.episode_log import EpisodeLog
 from mcore_rl.logs.progress import count_in_stage
-from mcore_rl.loops.roles import Watched
+from mcore_rl.loops.roles import NO_RECOVERY, Recovery, Watched
 from mcore_rl.process.clock import now_s
 from mcore_rl.rollout.drafts import measure_drafts
 from mcore_rl.rollout.paces import measure_lag
@@ -30,12 +30,18 @@ class EngineGenerator:
         revive: Callable[[], Awaitable[bool]] | None = None,
         episodes: EpisodeLog | None = None,
         evaluation: RolloutConfig | None = None,
+        recovery: Recovery = NO_RECOVERY,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`revive`: if no engine serves, waits for one; returns False if none is starting again.
 
         episodes     logs which groups begin, and why their episodes end
         evaluation   sampling options for evaluations; None: the options for training
+        recovery     replaces lost ranks, without which no engine can be started again
+        prepare      brings weights to engines that gave them up; awaited before requests
         """
+        self._recovery = recovery
+        self._prepare = prepare
         self._episodes = episodes or EpisodeLog()
         self._client = client
         self._config = config
@@ -63,7 +69,9 @@ class EngineGenerator:
         count = count_drawn(self._client, len(prompts) * num_samples)
         recorded = self._episodes.record(prompts, num_samples, greedy=greedy)
         with recorded as samples, count_in_stage(count):
-            samples += self._watched(self._generate(prompts, num_samples, sampling))
+            samples += self._recovery.repeat(
+                lambda: self._watched(self._generate(prompts, num_samples, sampling))
+            )
         return samples
 
     def measure_engines(self) -> dict[str, float]:
@@ -94,6 +102,8 @@ class EngineGenerator:
     async def _generate(
         self, prompts: Sequence[Prompt], num_samples: int, sampling: Sampling
     ) -> list[StoredSample]:
+        if self._prepare is not None:
+            await self._prepare()
         while True:
             try:
                 return await self._client.generate(prompts, num_samples, sampling)

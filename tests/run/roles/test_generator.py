@@ -2,11 +2,13 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 
+from mcore_rl.cluster.answers import RankLostError
 from mcore_rl.config import EvalConfig, RolloutConfig
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
@@ -23,6 +25,7 @@ from tests.support.collector_scene import SAMPLING, CollectorScene
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.storing_client import StoringClient
 
+T = TypeVar("T")
 CONFIG = RolloutConfig(
     max_response_len=3, temperature=0.7, top_p=0.9, top_k=5, retries=0, deterministic=True
 )
@@ -110,6 +113,41 @@ def test_a_failure_is_raised_if_no_engine_comes_back(loop: EventLoop) -> None:
     for options in ({}, {"revive": revive}):
         with pytest.raises(RolloutError, match="HTTP 503: down"):
             make_generator(loop, engine, **options).generate(PROMPTS, 1, greedy=False, seed=0)
+
+
+class RecoversOnce:
+    """A Recovery that does work again once, after its first error."""
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    def repeat(self, work: Callable[[], T], /) -> T:
+        try:
+            return work()
+        except RuntimeError as error:
+            self.errors.append(error)
+            return work()
+
+
+def test_prompts_are_sampled_again_after_ranks_were_recovered_that_an_engine_needs(
+    loop: EventLoop,
+) -> None:
+    engine = FakeSGLang(loop)
+    engine.answer = lambda body: (503, "down")
+    recovery, prepared = RecoversOnce(), list[int]()
+
+    async def revive() -> bool:
+        raise RankLostError("trainer rank 0 died")
+
+    async def prepare() -> None:
+        prepared.append(len(recovery.errors))
+        if recovery.errors:
+            engine.answer = lambda body: None
+
+    options = {"revive": revive, "recovery": recovery, "prepare": prepare}
+    generator = make_generator(loop, engine, **options)
+    assert len(generator.generate(PROMPTS, 1, greedy=False, seed=0)) == 3
+    assert list(map(str, recovery.errors)) == ["trainer rank 0 died"] and prepared == [0, 1]
 
 
 def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> None:
