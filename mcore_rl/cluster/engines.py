@@ -49,6 +49,7 @@ class EngineGroup:
     """
 
     health: EngineHealth
+    worker_cls: type = EngineWorker
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class EngineGroup:
         self._limits = (timeout_s, max_restarts, stopped_s, node_address)
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
         args = [(spec, engine, *self._limits) for engine, spec in server_specs]
-        self._building = self._group.start_build(EngineWorker, args, answer_s(timeout_s))
+        self._building = self._group.start_build(self.worker_cls, args, answer_s(timeout_s))
 
     def wait_built(self) -> list[EngineAddress]:
         """Wait until the engines are healthy; return their addresses in the order of the specs."""
@@ -133,6 +134,11 @@ class EngineGroup:
     @property
     def is_built(self) -> bool:
         return self._addresses is not None
+
+    @property
+    def losses(self) -> type[RankError]:
+        """Errors of a worker after which its engine is lost; others are raised."""
+        return RankDiedError
 
     def server_pids(self) -> list[int]:
         """Return the process id of each server, each on its own machine."""
@@ -261,12 +267,13 @@ class EngineGroup:
             self._restarts,
             self.health.takes_weights,
             deadline_s=deadline_s,
+            losses=self.losses,
         )
         for engine in engines:
             states = [answers[rank] for rank in servers[engine]]
-            died = [state for state in states if isinstance(state, RankDiedError)]
-            if died:
-                self._lose(engine, servers[engine], died[0])
+            lost = [state for state in states if isinstance(state, RankError)]
+            if lost:
+                self._lose(engine, servers[engine], lost[0])
             else:
                 [state] = combine_states(states, [len(states)])
                 fewest = min(server.restarts for server in states)
@@ -280,17 +287,21 @@ class EngineGroup:
                 del self._moving[engine]
                 moving.result()
 
-    def _lose(self, engine: int, servers: Sequence[int], error: RankDiedError) -> None:
-        """Begin to move an engine whose worker is lost, or go on without it.
-
-        Raises `error` if fewer than min_engines would be left.
-        """
+    def _lose(self, engine: int, servers: Sequence[int], error: RankError) -> None:
+        """Take out an engine whose worker is lost; see _replace."""
         if engine in self._lost:  # another watch has seen it
             return
         self._lost.add(engine)
         self._group.kill_ranks(servers)
         assert self._addresses is not None, "engines are watched once they are built"
         self.health.lose(self._addresses[engine].url, str(error))
+        self._replace(engine, error)
+
+    def _replace(self, engine: int, error: RankError) -> None:
+        """Begin to move a lost engine, or go on without it.
+
+        Raises `error` if fewer than min_engines would be left.
+        """
         if self._moves and self._budgets[engine].take(self._max_restarts):
             self.health.num_coming += 1
             self._moving[engine] = asyncio.create_task(self._move(engine, error))
@@ -303,7 +314,7 @@ class EngineGroup:
             raise error
         _log.warning("engine %d is left out%s; %d engines are left", engine, why, num_left)
 
-    async def _move(self, engine: int, error: RankDiedError) -> None:
+    async def _move(self, engine: int, error: RankError) -> None:
         """Start an engine where Ray has moved its slots, or as soon as Ray finds room for them.
 
         Raises `error` if that fails, and fewer than min_engines are left.
@@ -347,7 +358,9 @@ class EngineGroup:
         self._group.replace_ranks(dict(zip(ranks, self._slots[engine], strict=True)))
         for rank in ranks:
             await self._group.find_node(rank, timeout_s)
-        _log.warning("engine %d moves from %s to %s", engine, before, self._name_nodes(ranks))
+        now = self._name_nodes(ranks)
+        where = f"moves from {before} to {now}" if now != before else f"is started again on {now}"
+        _log.warning("engine %d %s", engine, where)
         return await self._start_in_slots(engine)
 
     async def _start_in_slots(self, engine: int) -> EngineAddress:
@@ -356,15 +369,14 @@ class EngineGroup:
         timeout_s = self._startup_timeout_s
         for rank in ranks:
             await self._group.find_node(rank, timeout_s)
-        points, gpu_ids = [], []
+        points = []
         if len(ranks) > 1:
             points = await self._group.ask_meeting_points(ranks, timeout_s)
-        if self._has_gpus:
-            gpu_ids = list(chain(*await self._group.ask_gpus(ranks, timeout_s)))
+        gpu_ids = await self._find_gpus(engine)
         servers = plan_servers([self._specs[engine]], [len(ranks)], points, gpu_ids)
         builds = [
             self._group.build_one(
-                rank, EngineWorker, (spec, engine, *self._limits), answer_s(timeout_s)
+                rank, self.worker_cls, (spec, engine, *self._limits), answer_s(timeout_s)
             )
             for rank, (_, spec) in zip(ranks, servers, strict=True)
         ]
@@ -372,6 +384,13 @@ class EngineGroup:
         return await self._group.call_one_async(
             ranks[0], "address", deadline_s=self._call_timeout_s
         )
+
+    async def _find_gpus(self, engine: int) -> Sequence[str]:
+        """Return the GPUs of an engine's processes; empty if nodes have none."""
+        if not self._has_gpus:
+            return ()
+        ranks = self._list_servers()[engine]
+        return list(chain(*await self._group.ask_gpus(ranks, self._startup_timeout_s)))
 
     def _let_join(self, engine: int, address: EngineAddress) -> None:
         """Have an engine that was started again be watched and linked, at its new address."""

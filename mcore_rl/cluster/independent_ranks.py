@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from mcore_rl.cluster.answers import Answers, Rank, RankDiedError
+from mcore_rl.cluster.answers import Answers, Rank, RankDiedError, RankError
 from mcore_rl.cluster.group import RankGroup, name_nodes, start_actor
 from mcore_rl.planning.slots import Slot
 
@@ -87,11 +87,18 @@ class IndependentRanks(RankGroup):
                 return
 
     async def gather_living(
-        self, ranks: Sequence[int], method: str, *args: object, deadline_s: float
+        self,
+        ranks: Sequence[int],
+        method: str,
+        *args: object,
+        deadline_s: float,
+        losses: type[RankError] = RankDiedError,
     ) -> dict[int, Any]:
-        """Make a call on some ranks; return rank -> answer, or RankDiedError for a dead rank.
+        """Make a call on some ranks; return rank -> answer, or the error of a rank that is lost.
 
-        Raises RankError if a rank raises or does not answer in time.
+        losses   the errors that count as a loss
+
+        Raises RankError if a rank raises another error or does not answer in time.
         """
         refs = [self._actors[rank].call.remote(deadline_s, method, *args) for rank in ranks]
         answers = [
@@ -101,7 +108,7 @@ class IndependentRanks(RankGroup):
         results: dict[int, Any] = {}
         waiting = await asyncio.gather(*answers, return_exceptions=True)
         for rank, result in zip(ranks, waiting, strict=True):
-            if isinstance(result, RankDiedError):
+            if isinstance(result, losses):
                 results[rank] = result
             elif isinstance(result, BaseException):
                 raise result

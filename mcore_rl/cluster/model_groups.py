@@ -4,6 +4,7 @@ A call passes one argument to each data-parallel coordinate, and returns the ans
 that own an output.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ray.exceptions import RayError
 from mcore_rl.batches.rank_seconds import join_rank_steps
 from mcore_rl.cluster.answers import Answers, RankLostError
 from mcore_rl.cluster.group import RankGroup
-from mcore_rl.cluster.placement import NoRoomError, find_places, wait_for_room
+from mcore_rl.cluster.placement import NoRoomError, Seat, find_places, wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
 from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers, find_earlier
 from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
@@ -377,6 +378,13 @@ class ModelGroup:
     def gpu_ids(self) -> list[tuple[str, ...]]:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
         return self._group.gpu_ids(self._answer_s)
+
+    async def find_seats(self) -> dict[int, Seat]:
+        """Return where ranks are, by their places in the recipe's layout."""
+        nodes = await asyncio.to_thread(self._group.find_nodes, self._answer_s)
+        gpus = await asyncio.to_thread(self._group.gpu_ids, self._answer_s)
+        seats = [Seat(node, ids) for node, ids in zip(nodes, gpus, strict=True)]
+        return dict(zip(self._places, seats, strict=True))
 
     def find_frozen_paths(self) -> tuple[str, ...]:
         """Return, by rank, where others can map the weights below low-rank factors."""

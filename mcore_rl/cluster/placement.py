@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import ray
@@ -105,6 +106,14 @@ def reserve(
             raise ValueError(_describe_shortage(plans, timeout_s, strategy == "STRICT_SPREAD"))
         slots |= _make_slots(groups[-1], {k: plans[k] for k in numbers}, order)
     return [slots[k] for k in range(len(plans))]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank is: Ray's id of the node, and the GPUs that Ray assigned to the rank there."""
+
+    node: str
+    gpus: tuple[str, ...]
 
 
 class NoRoomError(RuntimeError):

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ray
 from mcore_rl.cluster.adapter_slots import make_adapter_slots
 from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
+from mcore_rl.cluster.colocated_engines import ColocatedEngines, Returns
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
@@ -184,6 +186,8 @@ class RunProcesses:
         gpu_ids: list[str] = []
         if self._trainer is not None:
             max_restarts = config.rollout.restarts
+            if isinstance(self._engines, ColocatedEngines):
+                self._engines.return_with(self._return_with_ranks(self._trainer))
             if config.cluster.colocated:
                 gpu_ids = self._list_trainer_gpus()
         stopped_s = Deadlines.from_options(
@@ -192,6 +196,12 @@ class RunProcesses:
         startup_s = config.run.startup_timeout_s
         self._engines.start_build(specs, startup_s, max_restarts, gpu_ids, stopped_s)
         return self._engines
+
+    def _return_with_ranks(self, trainer: TrainerGroup) -> Returns:
+        """Return how engines on the GPUs of `trainer` are started again: as ranks are recovered."""
+        num_ranks = sum(group.world_size for group in (trainer, self._critic) if group is not None)
+        most = self._config.run.recovery.limit_restarts(num_ranks)
+        return Returns(trainer.find_seats, lambda: self.recovers, most)
 
     @property
     def are_engines_colocated(self) -> bool:
@@ -308,17 +318,7 @@ def run_processes(
         for line in report_placement(slots, list_alive_nodes()):
             _log.info(line)
         trainer, critic = _start_models(config.run, config.profile, slots, log_dir)
-        engines = None
-        if size.engines:
-            least = config.rollout.min_engines
-            apart = not config.cluster.colocated
-            engines = EngineGroup(slots.engines, log_dir, timeout_s, min_engines=least, moves=apart)
-        collectors = None
-        if collector is not None:
-            served = config.served_groups.values()
-            limits = _limit_collectors(config.run, config.rollout, config.reward, served)
-            collectors = CollectorGroup(slots.engines, log_dir, limits)
-            collectors.start_build(collector)
+        engines, collectors = _start_sampling(config, size, slots, log_dir, collector)
         served_engines = ServedEngines(
             size.served, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
@@ -327,6 +327,28 @@ def run_processes(
             yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
             if collectors is not None:
                 collectors.close()
+
+
+def _start_sampling(
+    config: Config, size: RunSize, slots: RunSlots, log_dir: Path, collector: CollectorSpec | None
+) -> tuple[EngineGroup | None, CollectorGroup | None]:
+    """Start the processes of engines and collectors, as far as the command has any."""
+    engines = None
+    if size.engines:
+        make = ColocatedEngines if size.engines_colocated else partial(EngineGroup, moves=True)
+        least = config.rollout.min_engines
+        engines = make(slots.engines, log_dir, config.run.call_timeout_s, min_engines=least)
+    if collector is None:
+        return engines, None
+    served = config.served_groups.values()
+    limits = _limit_collectors(config.run, config.rollout, config.reward, served)
+    if size.engines_colocated and config.run.recovery.is_used:
+        # There rollout.restarts is 0, as engines start in turn with the ranks.
+        restarts = config.run.recovery.limit_restarts(size.trainer + size.critic)
+        limits = replace(limits, restarts=restarts)
+    collectors = CollectorGroup(slots.engines, log_dir, limits)
+    collectors.start_build(collector)
+    return engines, collectors
 
 
 def _start_models(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
+from mcore_rl.cluster.colocated_engines import ColocatedEngines
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.model_groups import CriticGroup, ModelGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
@@ -63,7 +64,8 @@ def start_training(config: Config, processes: RunProcesses, loss: TokenLoss) -> 
             built = engines.wait_built()
         urls = [engine.url for engine in built]
         with_graphs = can_release_graphs(os.environ)
-        colocated = EngineMemory(urls, timeout_s, keys, with_graphs=with_graphs)
+        returning = engines if isinstance(engines, ColocatedEngines) else None
+        colocated = EngineMemory(urls, timeout_s, keys, with_graphs=with_graphs, engines=returning)
         watched(colocated.for_training())
     gpus = SharedGpus(colocated, watched)
     for role in processes.served_engines.colocated:
