@@ -382,6 +382,10 @@ class SizesStore(SampleStore):
         for group in groups:
             self._num_tokens.pop(group, None)
 
+    def clear(self) -> None:
+        """Forget all groups: they are lost."""
+        self._num_tokens.clear()
+
     @property
     def num_groups(self) -> int:
         return len(self._num_tokens)
@@ -403,18 +407,33 @@ class SimulatedCollector:
         transport: SimulatedTransport,
     ) -> None:
         """`own` are the urls of the engines on the collector's node."""
-        health = EngineHealth([address.url for address in addresses])
-        client = RolloutClient(addresses, rollout, transport.open, health, own)
         self.store = SizesStore()
-        self._collector = Collector(client, health, self.store)
+        self._make = lambda: self._make_collector(rollout, addresses, own, transport)
+        self._collector = self._make()
         self._loop = loop
         self._context = context_of("collectors")
         self._lost: asyncio.Future[None] = loop.create_future()
         """Raises CollectorLostError once the collector's machine is gone."""
+        self._returns_after_s: float | None = None
 
-    def lose(self, why: str) -> None:
-        """Lose the collector and its samples for good: all calls raise CollectorLostError."""
+    def _make_collector(
+        self,
+        rollout: RolloutConfig,
+        addresses: Sequence[EngineAddress],
+        own: Sequence[str],
+        transport: SimulatedTransport,
+    ) -> Collector:
+        health = EngineHealth([address.url for address in addresses])
+        client = RolloutClient(addresses, rollout, transport.open, health, own)
+        return Collector(client, health, self.store)
+
+    def lose(self, why: str, returns_after_s: float | None = None) -> None:
+        """Lose the collector and its samples: all calls raise CollectorLostError.
+
+        returns_after_s   seconds until it is on a spare machine; None: it is lost for good
+        """
         if not self._lost.done():
+            self._returns_after_s = returns_after_s
             self._lost.set_exception(CollectorLostError(why))
             self._lost.exception()  # seen: nobody may be calling
             self._loop.create_task(self._collector.close(), context=self._context.copy())
@@ -435,7 +454,13 @@ class SimulatedCollector:
         return await self._call(self._collector.idle_seconds())
 
     async def restart(self, first_group: int) -> bool:
-        return False
+        if self._returns_after_s is None:
+            return False
+        await asyncio.sleep(self._returns_after_s)
+        self.store.clear()
+        self._collector = self._make()
+        self._lost = self._loop.create_future()
+        return True
 
     async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
         if self._lost.done():

@@ -9,6 +9,7 @@ at another time shows when the ranks are needed next.
 import asyncio
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -239,10 +240,13 @@ class Failures:
         draw: random.Random,
         most_recoveries: int = 0,
         engine_losses_s: Sequence[float] = (),
+        *,
+        in_turn: bool = False,
     ) -> None:
         """`collectors` are those of nodes by name.
 
         most_recoveries   of lost ranks within an hour; 0: the first loss ends the run
+        in_turn           engines are on the ranks' GPUs; lost ones wait for `start_lost`
         engine_losses_s   seconds from now at which one engine after the other is lost, besides
         """
         self._most_recoveries = most_recoveries
@@ -255,8 +259,7 @@ class Failures:
         self.num_recoveries = 0
         self._loop = loop
         self._rollout = rollout
-        self._engine_restart_s = simulate.engine_restart_s
-        self._notice_s = simulate.notice_s
+        self._simulate = simulate
         self._engines = engines
         self._health = health
         self._placement = placement
@@ -265,6 +268,8 @@ class Failures:
         self._context = context_of("failures")
         self._timers: list[asyncio.TimerHandle] = []
         self._next_failures: dict[str, asyncio.TimerHandle] = {}
+        self._waiting: dict[str, None] | None = {} if in_turn else None
+        self._starts: defaultdict[str, RestartBudget] = defaultdict(RestartBudget)
         self.num_engines_lost = 0
         self.num_nodes_lost = 0
         self.lost: asyncio.Future[None] = loop.create_future()
@@ -337,8 +342,7 @@ class Failures:
         """Lose a machine with its ranks, engines and samples.
 
         A spare machine takes its place, and fails as often. Without one, the run ends with its
-        ranks, and engines are gone for good; where they share their GPUs with ranks, the run ends
-        in any case.
+        ranks, and engines are gone for good.
         """
         self.num_nodes_lost += 1
         engines = [
@@ -348,8 +352,8 @@ class Failures:
         ]
         if node in self._placement.trainer_nodes:
             why = f"{node} failed, which has ranks of the trainer or critic"
-            if not self._num_spare or engines:
-                self._lose(f"{why} and engines" if engines else why)
+            if not self._num_spare:
+                self._lose(why)
                 return
             self._lose_ranks(why)
         is_replaced = self._num_spare > 0
@@ -358,11 +362,12 @@ class Failures:
             self._arm_node(node)
         for url in engines:
             if is_replaced:
-                self._lose_engine(url, self._notice_s)
+                self._lose_engine(url, self._simulate.notice_s)
             else:
                 self._take_out(url, node)
         if node in self._collectors:
-            self._collectors[node].lose(f"collector of {node} is lost with its machine")
+            why = f"collector of {node} is lost with its machine"
+            self._collectors[node].lose(why, self._simulate.notice_s if is_replaced else None)
         num_left = sum(not state.lost for state in self._health.states)
         if num_left < self._rollout.min_engines:
             self._lose(
@@ -381,19 +386,40 @@ class Failures:
         self._health.lose(url, f"{node} failed")
 
     def _lose_engine(self, url: str, notice_s: float = 0.0) -> None:
-        """Lose an engine that is started again, `notice_s` later where it has to move."""
+        """Lose an engine that is started again, `notice_s` later where it has to move.
+
+        On GPUs of ranks it waits for its turn, as often within an hour as ranks are recovered.
+        """
         if not self._state(url).healthy:  # lost already, for good or until it is started
             return
         self.num_engines_lost += 1
         self._engines[url].fail()
         state = self._state(url)
-        if state.restarts >= self._rollout.restarts:
+        if self._waiting is not None:
+            if not self._starts[url].take(self._most_recoveries):
+                self._lose(f"{url} failed once more than {self._most_recoveries} times an hour")
+                return
+            self._waiting[url] = None
+        elif state.restarts >= self._rollout.restarts:
             self._lose(
                 f"{url} failed, and was started again rollout.restarts={state.restarts} times"
             )
             return
         self._health.note([replace(state, restarts=state.restarts + 1, healthy=False)])
-        self._later(notice_s + self._engine_restart_s, self._return_engine, url)
+        if self._waiting is not None:
+            return
+        self._later(notice_s + self._simulate.engine_restart_s, self._return_engine, url)
+
+    async def seat_lost(self) -> bool:
+        """Return whether engines wait for the GPUs of ranks; see colocation.EngineMemory."""
+        return bool(self._waiting)
+
+    async def start_lost(self) -> None:
+        """Start the engines that wait, all at once."""
+        await asyncio.sleep(self._simulate.engine_restart_s)
+        while self._waiting:
+            url, _ = self._waiting.popitem()
+            self._return_engine(url)
 
     def _return_engine(self, url: str) -> None:
         if self._state(url).lost:

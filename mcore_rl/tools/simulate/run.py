@@ -281,6 +281,7 @@ class SimulatedRun:
             draw,
             recovery.limit_restarts(size.trainer + size.critic) if recovery.is_used else 0,
             engine_losses_s,
+            in_turn=config.cluster.colocated,
         )
 
     def _make_pool(self) -> tuple[list[SimulatedCollector], CollectorPool]:
@@ -302,7 +303,9 @@ class SimulatedRun:
     def _share_gpus(self) -> SharedGpus:
         config = self._config
         are_colocated = config.cluster.colocated
-        memory = SimulatedEngineMemory(are_colocated=are_colocated, call_s=COLOCATED_CALL_S)
+        memory = SimulatedEngineMemory(
+            are_colocated=are_colocated, call_s=COLOCATED_CALL_S, engines=self.failures
+        )
         gpus = SharedGpus(cast(EngineMemory, memory), self._clock.watch)
         if are_colocated and config.cluster.offload:
             gpus.add(TRAINER, SimulatedModel(self.trainer))

@@ -110,3 +110,31 @@ def test_a_lost_collector_answers_no_call_and_leaves_its_engines(loop: VirtualLo
 
     loop.run_until_complete(lose())
     assert engine.busy_s < 0.1, "its requests ended with it"
+
+
+def test_a_lost_collector_returns_without_samples_where_a_machine_is_spare(
+    loop: VirtualLoop,
+) -> None:
+    engine = SimulatedEngine(loop, "http://e", SPEED, WeightVersion(0))
+    workload = Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed)
+    transport = SimulatedTransport({"http://e": engine}, workload)
+    address = [EngineAddress("http://e", "")]
+    collector = SimulatedCollector(loop, CONFIG.rollout, address, ["http://e"], transport)
+
+    async def sample(group: int) -> None:
+        request = GroupRequest(0, group, SimulatedPrompts(3)[0], 2, Sampling(100))
+        await collector.submit(CollectorCommands(sessions={0: 8}, begin=[request]))
+        while not (await collector.poll_events(1000, 0)).finished:
+            pass
+
+    async def lose_and_return() -> None:
+        await sample(1)
+        assert collector.store.num_groups == 1
+        lost_s = loop.time()
+        collector.lose("node-1 failed", returns_after_s=30.0)
+        assert await collector.restart(5)
+        assert loop.time() == lost_s + 30.0 and collector.store.num_groups == 0
+        await sample(5)
+        assert collector.store.num_groups == 1
+
+    loop.run_until_complete(lose_and_return())

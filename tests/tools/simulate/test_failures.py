@@ -64,6 +64,7 @@ def failures_of(
         num_trainer_gpus,
         draw,
         most_recoveries,
+        in_turn=config.cluster.colocated,
     )
     return failures, health
 
@@ -129,13 +130,42 @@ def test_engines_of_a_lost_machine_move_to_a_spare_one(loop: VirtualLoop) -> Non
     assert failures.num_engines_lost == 4 and not failures.lost.done()
 
 
-def test_a_machine_that_ranks_and_engines_share_ends_the_run(loop: VirtualLoop) -> None:
-    shared = ("rollout.mode=sync", "rollout.stage_weights=false", "cluster.colocated=true")
-    shared += ("rollout.restarts=0", "simulate.spare_nodes=1")
-    failures, _ = without_gpu_failures(loop, *shared, most_recoveries=4)
+SHARED = (
+    *("rollout.mode=sync", "rollout.stage_weights=false", "cluster.colocated=true"),
+    *("rollout.restarts=0", "simulate.spare_nodes=1", "simulate.engine_restart_s=100"),
+)
+
+
+def test_engines_on_gpus_of_ranks_wait_for_their_turn(loop: VirtualLoop) -> None:
+    """The machine has ranks and two engines; a spare one takes its place once."""
+    failures, health = without_gpu_failures(loop, *SHARED, most_recoveries=4)
+    assert not loop.run_until_complete(failures.seat_lost())
     failures.lose_node("node-0")
-    with pytest.raises(RunLostError, match=r"node-0 failed, which has ranks .* and engines"):
+    with pytest.raises(RanksLostError, match="node-0 failed, which has ranks"):
+        loop.run_until_complete(failures.ranks_lost)
+    failures.replace_ranks()
+    wait(loop, 1)
+    assert [state.healthy for state in health.states] == [False, False, True, True]
+    assert loop.run_until_complete(failures.seat_lost())
+    began_s = loop.time()
+    loop.run_until_complete(failures.start_lost())
+    assert loop.time() - began_s == 100
+    assert all(state.healthy for state in health.states)
+    assert not loop.run_until_complete(failures.seat_lost()) and not failures.lost.done()
+    failures.lose_node("node-1")
+    with pytest.raises(RunLostError, match="node-1 failed, which has ranks"):
         loop.run_until_complete(failures.lost)
+
+
+def test_engines_on_gpus_of_ranks_start_as_often_as_ranks_are_recovered(loop: VirtualLoop) -> None:
+    failures, _ = failures_of(loop, 0, *SHARED, "simulate.mtbf_hours=1", most_recoveries=2)
+    while not failures.lost.done():
+        wait(loop, 0.01)
+        if loop.run_until_complete(failures.seat_lost()):
+            loop.run_until_complete(failures.start_lost())
+    with pytest.raises(RunLostError, match="failed once more than 2 times an hour"):
+        failures.lost.result()
+    failures.end()
 
 
 def test_a_machine_in_the_place_of_a_lost_one_fails_as_often(loop: VirtualLoop) -> None:

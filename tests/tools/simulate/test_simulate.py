@@ -108,6 +108,21 @@ def test_lost_machines_cost_their_samples_but_no_prompt(mode: str) -> None:
 
 
 @pytest.mark.slow
+def test_engines_on_gpus_of_ranks_come_back_with_them() -> None:
+    """Lost engines and machines end no attempt, as long as machines are spare."""
+    summary = run(
+        *("rollout.mode=sync", "rollout.stage_weights=false", "cluster.colocated=true"),
+        *("cluster.offload=true", "rollout.restarts=0", "run.recovery.restarts=1000"),
+        *("simulate.node_mtbf_hours=0.3", "simulate.spare_nodes=1000", "simulate.mtbf_hours=10"),
+        *("simulate.engine_restart_s=10", "simulate.steps=30"),
+    ).summary
+    assert summary["nodes_lost"] >= 2 and summary["engines_lost"] >= 3
+    assert summary["recoveries"] >= 2 and summary["runs_lost"] == 0
+    assert summary["prompts_unaccounted"] == 0
+    assert summary["steps"] == 30
+
+
+@pytest.mark.slow
 def test_a_run_that_can_never_save_gives_up_and_says_what_to_change() -> None:
     with pytest.raises(RuntimeError, match=r"lost 1000 times.*simulate\.mtbf_hours=0\.001"):
         run("simulate.mtbf_hours=0.001", "run.recovery.partner=none", "simulate.restart_s=1")
