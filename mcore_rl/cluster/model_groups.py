@@ -37,13 +37,11 @@ class _Build:
 
     spec: ModelSpec
     timeout_s: float
-    gpu_ids: Sequence[Sequence[str]]
 
     def fit(self, layout: PlacedLayout) -> "_Build":
-        """Return how the ranks of another layout are built, on the GPUs of their places."""
-        gpu_ids = [self.gpu_ids[rank] for rank in layout.places] if self.gpu_ids else ()
+        """Return how the ranks of another layout are built."""
         spec = replace(self.spec, parallel=layout.parallel, frozen_paths=())
-        return replace(self, spec=spec, gpu_ids=gpu_ids)
+        return replace(self, spec=spec)
 
 
 class ModelGroup:
@@ -82,6 +80,9 @@ class ModelGroup:
         self._whole: _Build | None = None
         """How the ranks of the recipe's layout are built."""
         self._build: _Build | None = None
+        self._find_shared: Callable[[], Mapping[int, Sequence[str]]] | None = None
+        self._shared_gpus: dict[int, Sequence[str]] = {}
+        """By place, the GPUs of the ranks that these share their GPUs with."""
         self._num_layouts = 1
         self._kept_bytes = 0
         """Those of the rank with the largest state."""
@@ -101,13 +102,18 @@ class ModelGroup:
         self._files = files
 
     def start_build(
-        self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
+        self,
+        spec: ModelSpec,
+        timeout_s: float,
+        find_shared: Callable[[], Mapping[int, Sequence[str]]] | None = None,
     ) -> None:
         """Start building the model on every rank; `wait_built` waits for it.
 
-        `gpu_ids` has the GPU of each rank; if empty, ranks use the GPUs that Ray assigned.
+        find_shared   returns by place the GPUs of other ranks, which these ranks share, as they are
+                      now; None: ranks use the GPUs that Ray assigned
         """
-        self._whole = _Build(spec, timeout_s, gpu_ids)
+        self._find_shared = find_shared
+        self._whole = _Build(spec, timeout_s)
         self._start_build(self._whole)
 
     def _start_build(self, build: _Build) -> None:
@@ -115,12 +121,20 @@ class ModelGroup:
         timeout_s = build.timeout_s
         address, port = self._group.find_meeting_points(timeout_s)[0]
         self._group.check_environment(timeout_s)
-        gpus = build.gpu_ids or self._group.gpu_ids(timeout_s)
+        gpus = self._find_gpus(timeout_s)
         args = [
             (build.spec, rank, address, port, gpus[rank], self._find_storage(rank))
             for rank in range(build.spec.parallel.world_size)
         ]
         self._building = self._group.start_build(self.worker_cls, args, timeout_s)
+
+    def _find_gpus(self, timeout_s: float) -> Sequence[Sequence[str]]:
+        """Return the GPUs of each rank."""
+        if self._find_shared is None:
+            return self._group.gpu_ids(timeout_s)
+        # Fewer ranks may have left out a place that these ranks keep.
+        self._shared_gpus |= self._find_shared()
+        return [self._shared_gpus[place] for place in self._places]
 
     def _find_storage(self, rank: int) -> CarriedStorage | None:
         node = self._group.ranks[rank].node
@@ -379,12 +393,16 @@ class ModelGroup:
         """Return, by rank, the GPUs that Ray assigned; may be called before the model is built."""
         return self._group.gpu_ids(self._answer_s)
 
+    def list_gpus(self) -> dict[int, tuple[str, ...]]:
+        """Return what `gpu_ids` does, by the ranks' places in the recipe's layout."""
+        return dict(zip(self._places, self.gpu_ids(), strict=True))
+
     async def find_seats(self) -> dict[int, Seat]:
         """Return where ranks are, by their places in the recipe's layout."""
         nodes = await asyncio.to_thread(self._group.find_nodes, self._answer_s)
-        gpus = await asyncio.to_thread(self._group.gpu_ids, self._answer_s)
-        seats = [Seat(node, ids) for node, ids in zip(nodes, gpus, strict=True)]
-        return dict(zip(self._places, seats, strict=True))
+        gpus = await asyncio.to_thread(self.list_gpus)
+        pairs = zip(nodes, gpus.items(), strict=True)
+        return {place: Seat(node, ids) for node, (place, ids) in pairs}
 
     def find_frozen_paths(self) -> tuple[str, ...]:
         """Return, by rank, where others can map the weights below low-rank factors."""

@@ -123,8 +123,8 @@ class RunProcesses:
         assert self._trainer is not None
         if self._shares_frozen:
             spec = replace(spec, frozen_paths=self._trainer.find_frozen_paths())
-        gpu_ids = self._trainer.gpu_ids() if critic.colocated else []
-        self._critic.start_build(spec, config.run.startup_timeout_s, gpu_ids)
+        find_shared = self._trainer.list_gpus if critic.colocated else None
+        self._critic.start_build(spec, config.run.startup_timeout_s, find_shared)
         return self._critic
 
     @property

@@ -6,22 +6,32 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import remove_placement_group
 
 from mcore_rl.cluster.answers import RankDiedError, RankError
 from mcore_rl.cluster.colocated_engines import ColocatedEngines, Returns
-from mcore_rl.cluster.model_groups import TrainerGroup
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.placement import Seat, reserve, wait_for_room
 from mcore_rl.cluster.session import open_ray_session
-from mcore_rl.config import ClusterConfig
+from mcore_rl.config import (
+    ClusterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from mcore_rl.planning.bundles import plan_ranks
-from mcore_rl.planning.slots import colocate_engines, divide
+from mcore_rl.planning.slots import colocate_engines, colocate_ranks, divide
 from mcore_rl.process.errors import ProcessLostError
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.workers.engine_worker import RestartCounts
+from mcore_rl.workers.model_worker import ModelSpec
+from tests.support.cluster_workers import Place
 from tests.support.imaginary_gpus import four_imaginary_gpus
 
 pytestmark = pytest.mark.e2e
@@ -61,7 +71,7 @@ class Engines(ColocatedEngines):
 
 
 class Scene:
-    """Two trainer ranks, without a model, and an engine on the GPU of each."""
+    """Two trainer ranks without a model, each with an engine on its GPU and room for a third."""
 
     def __init__(self, folder: Path, gpus_per_node: int) -> None:
         self.folder = folder
@@ -98,10 +108,17 @@ class Scene:
         (self.folder / f"{engine}.dead").touch()
 
 
-@pytest.fixture
-def on_gpus(tmp_path: Path) -> Iterator[Scene]:
+@pytest.fixture(scope="module")
+def four_gpus() -> Iterator[None]:
     with four_imaginary_gpus():
-        yield Scene(tmp_path, gpus_per_node=4)
+        yield
+
+
+@pytest.fixture
+def on_gpus(four_gpus: None, tmp_path: Path) -> Iterator[Scene]:
+    scene = Scene(tmp_path, gpus_per_node=4)
+    yield scene
+    remove_placement_group(scene.slots[0].group)
 
 
 def test_an_engine_that_is_lost_starts_again_on_its_gpu(on_gpus: Scene) -> None:
@@ -147,6 +164,41 @@ def test_an_engine_that_is_lost_starts_again_on_its_gpu(on_gpus: Scene) -> None:
     assert len(scene.bring_back()) == 1, "there are more ranks again"
     scene.look()
     assert len(scene.engines.list_living()) == 2 and health.num_coming == 0
+
+
+class GpuWorker:
+    """A rank that knows its GPUs."""
+
+    def __init__(self, spec: ModelSpec, rank: int, address: str, port: int, gpus: Any, _: Any):
+        self._rank, self._gpus = rank, gpus
+
+    def coordinate(self) -> Place:
+        return Place(dp=self._rank, tp=0, owns_output=True)
+
+    def tell_gpus(self) -> Sequence[str]:
+        return self._gpus
+
+
+class Critic(CriticGroup):
+    worker_cls = GpuWorker  # pyright: ignore[reportAssignmentType]
+
+    def tell_gpus(self) -> list[Sequence[str]]:
+        return self._call("tell_gpus")
+
+
+def test_ranks_follow_those_whose_gpus_they_share(on_gpus: Scene, tmp_path: Path) -> None:
+    """A rank whose node is lost may get another GPU on the spare one."""
+    trainer = on_gpus.trainer
+    gpus = trainer.list_gpus()
+    critic = Critic(colocate_ranks(on_gpus.slots, 2), tmp_path, call_timeout_s=60)
+    parts = ModelConfig(), ParallelConfig(dp=2), TrainConfig(), OptimizerConfig()
+    critic.start_build(ModelSpec(*parts, 1, 0, None, 60.0), 60, lambda: gpus)
+    critic.wait_built()
+    assert critic.tell_gpus() == trainer.gpu_ids() == list(gpus.values())
+    gpus = {0: ("7",)}  # the ranks are fewer, and on another node
+    critic.restart()
+    assert critic.tell_gpus() == [("7",), trainer.gpu_ids()[1]]
+    critic._group.kill()
 
 
 @pytest.fixture

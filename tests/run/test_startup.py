@@ -4,7 +4,7 @@ RunProcesses and SharedGpus are real. Stand-ins take the places of the groups of
 """
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,17 @@ class ModelRanks:
     role: str
     log: list[str]
     specs: list[ModelSpec] = field(default_factory=list)
-    given_gpus: Sequence[Sequence[str]] = ()
+    given_gpus: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
     def start_build(
-        self, spec: ModelSpec, timeout_s: float, gpu_ids: Sequence[Sequence[str]] = ()
+        self,
+        spec: ModelSpec,
+        timeout_s: float,
+        find_shared: Callable[[], Mapping[int, Sequence[str]]] | None = None,
     ) -> None:
         self.log.append(f"start {self.role}")
         self.specs.append(spec)
-        self.given_gpus = gpu_ids
+        self.given_gpus = find_shared() if find_shared is not None else {}
 
     def wait_built(self) -> None:
         self.log.append(f"built {self.role}")
@@ -59,6 +62,9 @@ class ModelRanks:
 
     def gpu_ids(self) -> list[tuple[str, ...]]:
         return [("4",), ("5",)]
+
+    def list_gpus(self) -> dict[int, tuple[str, ...]]:
+        return dict(enumerate(self.gpu_ids()))
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
@@ -154,7 +160,7 @@ def test_groups_with_gpus_of_their_own_start_at_once(stage: Stage) -> None:
     assert started.critic is stage.critic
     assert stage.trainer.specs[0].loss is loss
     assert [ranks.specs[0].total_steps for ranks in (stage.trainer, stage.critic)] == [64, 30]
-    assert stage.engines.given_gpus == [] and stage.critic.given_gpus == []
+    assert stage.engines.given_gpus == [] and stage.critic.given_gpus == {}
 
 
 def test_groups_that_share_gpus_start_one_by_one_and_make_room(stage: Stage) -> None:
@@ -172,7 +178,7 @@ def test_groups_that_share_gpus_start_one_by_one_and_make_room(stage: Stage) -> 
         *("start critic", "built critic", "critic holds nothing"),
     ]
     assert stage.engines.given_gpus == ["4", "5"]
-    assert stage.critic.given_gpus == [("4",), ("5",)]
+    assert stage.critic.given_gpus == {0: ("4",), 1: ("5",)}
 
 
 def test_a_recipe_without_a_critic_starts_none(stage: Stage) -> None:
