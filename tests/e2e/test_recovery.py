@@ -32,7 +32,7 @@ SETTINGS = (
 SIX_STEPS = ("run.steps=6", "eval.data=[]")
 ALIKE = re.compile(
     r"step|loss/|kl/|ratio/|clip/|reward/|router/|staleness/|rollout/response_len"
-    r"|train/(learning_rate|optimizer_steps|tokens$)|eval/|critic/|value/"
+    r"|train/(learning_rate|optimizer_steps|tokens$)|eval/|critic/(?!ranks/)|value/"
 )
 """Metrics that must not depend on a recovery."""
 Death = tuple[str, str, int, int]
