@@ -146,6 +146,7 @@ class CollectorGroup:
             leaving.cancel()
             await asyncio.gather(building, leaving, return_exceptions=True)
         self._gone.add(k)
+        self._group.kill_ranks([k])  # Without an end, calls would wait for its return.
         _log.warning("%s is gone with its node, and no other one has room", self._group.ranks[k])
         return False
 

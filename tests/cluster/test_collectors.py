@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import AlgorithmConfig, ClusterConfig, RewardConfig, RolloutConfig
 from mcore_rl.planning.bundles import plan_ranks
+from mcore_rl.planning.slots import Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.rewards.scorer import Scorer
@@ -224,6 +225,28 @@ def test_a_collector_that_dies_comes_back_and_costs_its_samples_only(
     whole = scene.group.stores.assemble(make_stored_batch(samples, WeightVersion(1)))
     assert whole.token_ids_T.tolist()[:5] == [1, 2, 10, 11, 12]
     scene.group.close()
+
+
+def test_a_collector_without_room_is_lost_for_good_and_no_read_waits_for_it(
+    two_collectors: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one's node is gone, as there has never been one."""
+
+    async def find_no_room(slots: Sequence[Slot], timeout_s: float) -> bool:
+        return False
+
+    monkeypatch.setattr(collectors, "find_room", find_no_room)
+    scene = two_collectors
+    before = scene.sample(4)
+    of_second = [sample for sample in before if sample.lease.store == 1]
+    assert of_second and len(of_second) < len(before)
+    os.kill(scene.group._group.pids()[1], signal.SIGKILL)
+    scene.run(asyncio.wait_for(_wait_for_loss(scene.pool), 60))
+    samples = scene.sample(4)
+    assert len(samples) == 12 and {sample.lease.store for sample in samples} == {0}
+    with pytest.raises(SamplesLostError, match=r"sample store 1 .* died \(") as lost:
+        scene.group.stores.assemble(make_stored_batch(before))
+    assert lost.value.stores == {1}
 
 
 @pytest.mark.slow
