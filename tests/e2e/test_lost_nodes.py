@@ -66,17 +66,24 @@ COLOCATED = ("cluster.colocated=true", "rollout.stage_weights=false", "rollout.r
 
 
 @pytest.fixture
-def colocated(arithmetic: Path, tmp_path: Path) -> Iterator[SubmittedRun]:
-    """Four nodes: two have a trainer rank and the engine on its GPU each, two are spare.
+def colocated(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., SubmittedRun]]:
+    """Submits a run whose two trainer ranks have a node and an engine each; others are spare.
 
     Rewards are held as those of three_nodes.
     """
-    settings = [*tiny_settings(arithmetic), *SETTINGS, *COLOCATED, "run.steps=6"]
-    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=4"]
+    settings = [*tiny_settings(arithmetic), *SETTINGS, *COLOCATED, *hold_rewards(tmp_path)]
+    nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1"]
     engines = ["rollout.engines=2", "cluster.cpus_per_rank=1"]
-    run = SubmittedRun([*settings, *nodes, *engines, *hold_rewards(tmp_path)], tmp_path / "run")
-    yield run
-    run.kill()
+    runs: list[SubmittedRun] = []
+
+    def submit(num_nodes: int, *more: str) -> SubmittedRun:
+        own = [f"launch.nodes={num_nodes}", *more]
+        runs.append(SubmittedRun([*settings, *nodes, *engines, *own], tmp_path / "run"))
+        return runs[-1]
+
+    yield submit
+    for run in runs:
+        run.kill()
 
 
 @pytest.mark.slow
@@ -157,20 +164,20 @@ def test_the_only_engine_moves_to_a_spare_node_with_its_collector(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_ranks_and_engines_of_a_lost_node_go_on_together_on_a_spare_one(
-    colocated: SubmittedRun,
+    colocated: Callable[..., SubmittedRun], tmp_path: Path
 ) -> None:
     """A node is lost while ranks train, and another one while samples are scored.
 
     Samples that are lost with the second one are drawn again by the engine that is left. The node
     of the controller is not killed.
     """
-    run, hold = colocated, colocated.run_dir.parent / "hold"
+    run, hold = colocated(4, "run.steps=6"), tmp_path / "hold"
     run.wait_for("step 2: train", 600)
     assert sorted(who for _, who in seated(run)) == [
         "trainer rank 0; engine 0",
         "trainer rank 1; engine 1",
     ]
-    first, other = sorted((node for node, _ in seated(run)), key=lambda node: node == "node0")
+    first, other = list_seats(run)
     kill_node(run, first)
     run.wait_for("step 3: train", 600)
     hold.touch()
@@ -192,6 +199,32 @@ def test_ranks_and_engines_of_a_lost_node_go_on_together_on_a_spare_one(
     assert steps[-1]["sync/engines_failed"] == 0, "both engines serve"
     assert_books_balance(run.run_dir, num_steps=6)
     run.wait_until_nothing_is_left()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ranks_and_engines_that_are_left_go_on_where_no_node_is_spare(
+    colocated: Callable[..., SubmittedRun],
+) -> None:
+    smaller = ("run.recovery.min_dp=1", "parallel.dp=2", "parallel.ep=1", "cluster.offload=true")
+    run = colocated(2, "run.steps=6", *smaller)
+    run.wait_for("step 2: train", 600)
+    kill_node(run, list_seats(run)[0])
+    run.wait_ended(timeout_s=600)
+    assert re.search(r"engine \d is left out: no node has trainer rank \d", run.controller_log())
+    steps = [line for line in run.metrics() if "loss/total" in line]
+    sizes = [line["recovery/dp"] for line in steps]
+    assert sizes[0] == 2 and sizes[-2:] == [1, 1], sizes
+    whole = [line["rollout/samples"] + line["batch/lost"] for line in steps]
+    assert set(whole) == {16.0}, steps
+    assert max(line["logprob_diff/mean"] for line in steps) < 1e-4
+    assert_books_balance(run.run_dir, num_steps=6)
+    run.wait_until_nothing_is_left()
+
+
+def list_seats(run: SubmittedRun) -> list[str]:
+    """Return the nodes with ranks and engines, that of the controller at the end."""
+    return sorted((node for node, _ in seated(run)), key=lambda node: node == "node0")
 
 
 def kill_node(run: SubmittedRun, node: str) -> None:
