@@ -1,10 +1,11 @@
 """Has SGLang's passes check drafts where they are faster with them; draft_choice.py decides.
 
-before a pass       AdaptiveController of SGLang -> choose_steps -> drafts of a pass, or 0
-when it is done     accepted drafts of requests  -> DraftChoice.note -> count of the answer
+before a pass       StepChoice.begin -> drafts of the pass, none, or none and no draft model
+                    -> SGLang's AdaptiveController, or plain_pass.py
+when it is done     accepted drafts of requests -> DraftChoice.note -> count of the answer
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,11 @@ import torch
 from mcore_rl.device.rank_clock import read_pass_s
 from mcore_rl.rollout.draft_choice import DraftChoice, Seconds, Way
 from mcore_rl.rollout.drafts import count_drafts
+from mcore_rl.rollout.plain_pass import can_decode, decode_one
 from mcore_rl.rollout.speculation import NUM_STEPS, WHEN_FASTER
+
+Publish = Callable[[torch.Tensor], None]
+"""Tells SGLang's scheduler the lengths of requests behind a pass, before the pass has ended."""
 
 
 def offer_no_drafts(num_steps: int) -> None:
@@ -46,9 +51,33 @@ def draft_when_faster(num_steps: int) -> None:
     count_drafts(lambda: choice.told)
     worker: Any = import_module("sglang.srt.speculative.eagle_worker_v2")
     assert hasattr(worker, "AdaptiveSpeculativeParams"), "SGLang has another name for it"
-    worker.AdaptiveSpeculativeParams = lambda initial_steps, cfg_path: StepChoice(
-        choice, initial_steps
-    )
+    steps = StepChoice(choice, num_steps)
+    worker.AdaptiveSpeculativeParams = lambda initial_steps, cfg_path: steps
+    run_pass = worker.EAGLEWorkerV2.forward_batch_generation
+
+    def forward_batch_generation(
+        self: Any, batch: Any, on_publish: Publish | None = None, **options: Any
+    ) -> Any:
+        if batch.forward_mode.is_decode():
+            way = steps.begin(len(batch.seq_lens))
+            if way is Way.PLAIN and can_decode(self.target_worker.model_runner, batch):
+                return decode_without_draft_model(self, batch, on_publish)
+        return run_pass(self, batch, on_publish, **options)
+
+    worker.EAGLEWorkerV2.forward_batch_generation = forward_batch_generation
+
+
+def decode_without_draft_model(worker: Any, batch: Any, on_publish: Publish | None) -> Any:
+    """Return the result of a pass that draws one token for each request, and that the draft model
+    does not read.
+    """
+    result = decode_one(worker.target_worker, batch, batch.spec_info.bonus_tokens)
+    if on_publish is not None:
+        on_publish(result.new_seq_lens)
+    info: Any = import_module("sglang.srt.speculative.eagle_info")
+    result.next_draft_input = info.EagleDraftInput(bonus_tokens=result.next_token_ids)
+    worker._stub_skipped_draft_extend(batch, result)
+    return result
 
 
 def agree_on(seconds: Seconds) -> Seconds:
@@ -74,6 +103,15 @@ class StepChoice:
         environ: Any = import_module("sglang.srt.environ")
         self._leaves_out = environ.envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND
         self._context: Any = import_module("sglang.srt.runtime_context")
+        self._way = Way.DRAFT
+
+    def begin(self, num_requests: int) -> Way:
+        """Return the way of the pass that is about to begin."""
+        way = self._choice.choose(num_requests, self._context.get_serving().weight_version)
+        if way is not self._way:
+            self._leaves_out.set(way is Way.PLAIN)
+        self._way = way
+        return way
 
     @property
     def candidate_steps(self) -> list[int]:
@@ -89,10 +127,8 @@ class StepChoice:
         return self._batch_sizes
 
     def get_steps_for_batch(self, batch_size: int) -> int:
-        """Return the number of drafts of the pass that begins."""
-        way = self._choice.choose(batch_size, self._context.get_serving().weight_version)
-        self._leaves_out.set(way is Way.PLAIN)
-        return self._num_steps if way is Way.DRAFT else 0
+        """Return the number of drafts of the pass that has begun."""
+        return self._num_steps if self._way is Way.DRAFT else 0
 
     def on_verify_complete(self, num_correct_drafts_per_req: list[int], batch_size: int) -> None:
         """Take what a pass has accepted; the next one asks by itself."""

@@ -2,6 +2,7 @@
 
 import os
 import sysconfig
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from mcore_rl.rollout import drafts
 from mcore_rl.rollout.draft_choice import Told, Way
 from mcore_rl.rollout.drafts import (
     DraftCounter,
-    count_pass,
+    add_pass,
     find_compilers,
     measure_drafts,
     move_repeated,
@@ -90,9 +91,18 @@ def test_passes_are_counted_by_version() -> None:
 
 
 def test_a_pass_counts_as_what_it_was() -> None:
-    assert count_pass(Told(Way.DRAFT, None), 2) == DraftCount(1, 2)
-    assert count_pass(Told(Way.DRAFT, 1.5), 0) == DraftCount(1, 0, 0, 1, 1.5)
-    assert count_pass(Told(Way.KEEP, 0.5), 0) == DraftCount(0, 0, 1, 1, 0.5)
+    def sum_passes(*passes: tuple[Told, int]) -> DraftCount:
+        sums = list(astuple(DraftCount()))
+        for told, num_accepted in passes:
+            add_pass(sums, told, num_accepted)
+        return DraftCount(*sums)
+
+    assert sum_passes((Told(Way.DRAFT, None), 2)) == DraftCount(1, 2)
+    assert sum_passes((Told(Way.DRAFT, 1.5), 0), (Told(Way.DRAFT, None), 1)) == DraftCount(
+        2, 1, 0, 1, 1.5
+    )
+    assert sum_passes((Told(Way.KEEP, 0.5), 0)) == DraftCount(0, 0, 1, 1, 0.5)
+    assert sum_passes((Told(Way.PLAIN, None), 0)) == DraftCount(plain=1)
 
 
 def test_the_newest_weights_are_measured() -> None:

@@ -51,9 +51,14 @@ DRAFTS: tuple[Patch, ...] = (
     ),
     Patch(
         "mcore_rl.rollout.draft_switch:draft_when_faster",
-        ("sglang.srt.speculative.eagle_worker_v2.AdaptiveSpeculativeParams",),
-        by="the choice of a number of drafts by what is accepted by one by measured speed",
-        reason="SGLang knows neither what a pass costs nor when weights change",
+        (
+            "sglang.srt.speculative.eagle_worker_v2.AdaptiveSpeculativeParams",
+            "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.forward_batch_generation",
+        ),
+        by="the choice of a number of drafts by what is accepted by one by measured speed; without"
+        " CUDA graphs, a pass that verifies trees of no drafts by one that decodes",
+        reason="SGLang knows neither what a pass costs nor when weights change, and verifying costs"
+        " more than decoding",
         scope=Scope.BOTH,
         runs=Times.IN_STEPS,
         switch="`rollout.speculate` other than mtp, or `rollout.speculate_when` other than faster",
