@@ -120,8 +120,8 @@ class RolloutConfig(EnginesConfig, group="rollout"):
     speculate_tokens: int = bounded(3, ge=1, le=63)
     """ngram, mtp: guesses that a pass checks for each request."""
     speculate_when: Literal["faster", "always"] = "faster"
-    """mtp: engines check guesses where they measure that tokens come faster with them, or in every
-    pass (docs/speculation.md)."""
+    """ngram, mtp: engines check guesses where they measure that tokens come faster with them, or in
+    every pass (docs/speculation.md)."""
     compiled: bool = True
     """Engines on a CPU compute the models that docs/cpu.md names in compiled code, if there is a
     C compiler. false: in SGLang's own layers, slower, as rehearsals do."""

@@ -12,11 +12,8 @@ from mcore_rl.config.tree_checks import Unread
 def find_unread_in_speculation(rollout: RolloutConfig) -> Iterator[Unread]:
     """Yield the options that nothing reads while engines do not speculate."""
     if rollout.speculate == "none":
-        options = ("rollout.speculate_tokens",)
+        options = ("rollout.speculate_tokens", "rollout.speculate_when")
         yield Unread(options, "rollout.speculate=none", "set rollout.speculate=ngram or mtp")
-    if rollout.speculate != "mtp":
-        where = f"rollout.speculate={rollout.speculate}"
-        yield Unread(("rollout.speculate_when",), where, "set rollout.speculate=mtp")
 
 
 def check_speculation(rollout: RolloutConfig, drift: DriftConfig, train: TrainConfig) -> None:

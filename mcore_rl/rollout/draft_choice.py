@@ -9,6 +9,7 @@ Seconds are measured anew from time to time, and what is accepted for each versi
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ _log = logging.getLogger(__name__)
 
 
 class Way(StrEnum):
-    """A pass checks drafts; draws a token for a request, and no more, so that the draft model lacks
+    """A pass checks drafts; draws a token for a request, and no more, so that a draft model lacks
     it in its KV cache; or draws it, and the draft model reads it.
 
-    The ways are timed in this order: drafts behind a pass that left the draft model out are bad.
+    The ways are timed in this order: drafts behind a pass that left a draft model out are bad.
     """
 
     DRAFT = "with drafts"
@@ -46,6 +47,8 @@ MARGIN = 0.03
 KEEPING_SHARE = 0.02
 """The share of a plain pass that the draft model may cost while no drafts are checked."""
 Seconds = Mapping[Way, float]
+WITHOUT_MODEL = (Way.DRAFT, Way.PLAIN)
+"""The ways of an engine that guesses with n-grams."""
 
 
 @dataclass
@@ -89,10 +92,19 @@ class DraftChoice:
     told   the last pass that was noted
     """
 
-    def __init__(self, clock: Callable[[], float], agree: Callable[[Seconds], Seconds]) -> None:
-        """agree: returns the first rank's seconds on all ranks, which call it together."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        agree: Callable[[Seconds], Seconds],
+        ways: Sequence[Way] = tuple(Way),
+    ) -> None:
+        """Choose between `ways`, two of them if the engine guesses without a draft model.
+
+        agree   returns the first rank's seconds on all ranks, which call it together
+        """
         self._clock = clock
         self._agree = agree
+        self._ways = ways
         self._rooms: dict[int, _Room] = {}
         self._pending: deque[_Pass] = deque()
         self._version = ""
@@ -102,22 +114,26 @@ class DraftChoice:
         self._streak = 0
         self.told = Told(Way.DRAFT, None)
 
-    def choose(self, num_requests: int, version: str) -> Way:
-        """Return the way of the pass that is about to begin."""
+    def choose(self, num_requests: int, version: str, only: Way | None = None) -> Way:
+        """Return the way of the pass that is about to begin; `only`: the one that it can have."""
         if version != self._version:
             self._version, self._accepted = version, _Accepted()
         number = num_requests.bit_length()
         room = self._rooms.setdefault(number, _Room())
         self._time_last(number)
-        way = self._find_way(number, room)
+        way = only or self._find_way(number, room)
         last = self._last
-        counts = way is Way.DRAFT and (last is None or last.way is not Way.PLAIN)
+        counts = way is Way.DRAFT and not self._lacks_tokens(last)
         goes_on = last is not None and (last.room, last.way) == (number, way)
         self._streak = self._streak + 1 if goes_on else 1
         self._last = _Pass(number, way, version, counts)
         self._pending.append(self._last)
         room.passes += 1
         return way
+
+    def _lacks_tokens(self, last: _Pass | None) -> bool:
+        """Return whether there is a draft model and the last pass left it out."""
+        return Way.KEEP in self._ways and last is not None and last.way is Way.PLAIN
 
     def note(self, num_accepted: Sequence[int]) -> None:
         """Note how many drafts of each request the oldest pending pass accepted."""
@@ -144,14 +160,14 @@ class DraftChoice:
 
     def _find_way(self, number: int, room: _Room) -> Way:
         if not room.samples and (not room.seconds or room.passes >= TIMED_FOR):
-            room.samples = {way: [] for way in Way}
+            room.samples = {way: [] for way in self._ways}
             if room.seconds:
                 self._accepted = _Accepted()
         if room.samples:
-            behind = min(Way, key=lambda way: len(room.samples[way]) // BURST)
+            behind = min(self._ways, key=lambda way: len(room.samples[way]) // BURST)
             if len(room.samples[behind]) < BURST * BURSTS:
                 return behind
-            quick = {way: sorted(room.samples[way])[BURST * BURSTS // 4] for way in Way}
+            quick = {way: sorted(room.samples[way])[BURST * BURSTS // 4] for way in self._ways}
             room.seconds = self._agree(quick)
             room.samples, room.passes = {}, 0
         needed = room.seconds[Way.DRAFT] / room.seconds[Way.PLAIN] - 1
@@ -170,13 +186,13 @@ class DraftChoice:
                 *(2 ** (number - 1), 2**number - 1, self._version, 1 + self._accepted.mean),
                 room.seconds[Way.DRAFT] / room.seconds[Way.PLAIN],
                 gain,
-                Way.DRAFT if drafts else Way.KEEP,
+                "with drafts" if drafts else "without drafts",
             )
         room.drafts = drafts
         if drafts:
             return Way.DRAFT
-        keeps = room.seconds[Way.KEEP] <= (1 + KEEPING_SHARE) * room.seconds[Way.PLAIN]
-        return Way.KEEP if keeps else Way.PLAIN
+        most_s = (1 + KEEPING_SHARE) * room.seconds[Way.PLAIN]
+        return Way.KEEP if room.seconds.get(Way.KEEP, math.inf) <= most_s else Way.PLAIN
 
 
 @dataclass

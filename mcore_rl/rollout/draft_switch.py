@@ -15,7 +15,7 @@ from mcore_rl.device.rank_clock import read_pass_s
 from mcore_rl.rollout.draft_choice import DraftChoice, Seconds, Way
 from mcore_rl.rollout.drafts import count_drafts
 from mcore_rl.rollout.plain_pass import can_decode, decode_one
-from mcore_rl.rollout.speculation import NUM_STEPS, WHEN_FASTER
+from mcore_rl.rollout.speculation import ALGORITHM, NGRAM, NUM_STEPS, WHEN_FASTER
 
 Publish = Callable[[torch.Tensor], None]
 """Tells SGLang's scheduler the lengths of requests behind a pass, before the pass has ended."""
@@ -28,10 +28,17 @@ def offer_no_drafts(num_steps: int) -> None:
     params.DEFAULT_ADAPTIVE_CONFIG = {"1": {"candidate_steps": [0, num_steps]}}
 
 
-def prepare_choice(arguments: Sequence[str]) -> None:
-    """Have SGLang read its arguments so that a pass may check no drafts, if they ask for that."""
-    if WHEN_FASTER in arguments:
-        offer_no_drafts(int(arguments[arguments.index(NUM_STEPS) + 1]))
+def prepare_choice(arguments: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the arguments of SGLang's, and whether a pass may check no drafts.
+
+    SGLang is set up to read such a choice; with n-grams it has no such option, which is left out.
+    """
+    if WHEN_FASTER not in arguments:
+        return list(arguments), False
+    if arguments[arguments.index(ALGORITHM) + 1] == NGRAM:
+        return [argument for argument in arguments if argument != WHEN_FASTER], True
+    offer_no_drafts(int(arguments[arguments.index(NUM_STEPS) + 1]))
+    return list(arguments), True
 
 
 def refuse_fixed(server_args: Any) -> None:
@@ -81,13 +88,13 @@ def decode_without_draft_model(worker: Any, batch: Any, on_publish: Publish | No
 
 
 def agree_on(seconds: Seconds) -> Seconds:
-    """Return the seconds of the first of an engine's ranks, on all of them."""
+    """Return the seconds of the first of an engine's ranks, on all of them, in their order."""
     context: Any = import_module("sglang.srt.runtime_context")
     group = context.get_parallel().tp_group
-    told = torch.tensor([seconds[way] for way in Way], dtype=torch.float64)
+    told = torch.tensor(list(seconds.values()), dtype=torch.float64)
     if len(group.ranks) > 1:
         torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
-    return dict(zip(Way, told.tolist(), strict=True))
+    return dict(zip(seconds, told.tolist(), strict=True))
 
 
 class StepChoice:

@@ -22,7 +22,14 @@ from mcore_rl.process.network import bind_meetings_to_their_host
 from mcore_rl.process.parent_death import die_with_parent
 from mcore_rl.process.process_state import start_resource_tracker
 from mcore_rl.process.server_keys import KEYS_FD, ServerKeys, read_keys
-from mcore_rl.rollout import draft_switch, drafts, image_request, mamba_decay, speculation
+from mcore_rl.rollout import (
+    draft_switch,
+    drafts,
+    image_request,
+    mamba_decay,
+    ngram_switch,
+    speculation,
+)
 from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
 from mcore_rl.rollout.engine_spec import (
     ADAPTERS,
@@ -101,6 +108,7 @@ def serve(arguments: list[str]) -> None:
     if package is not None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
     arguments = import_sglang(arguments, gpu_ids, compiled)
+    arguments, chooses = draft_switch.prepare_choice(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -117,7 +125,11 @@ def serve(arguments: list[str]) -> None:
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
     set_schedulers_up(
-        [*list_set_ups(server_args, shares), *take_adapters(slots, server_args.model_path)]
+        [
+            *list_set_ups(server_args, shares),
+            *list_draft_set_ups(server_args, chooses),
+            *take_adapters(slots, server_args.model_path),
+        ]
     )
     limit_fields(server_args)
     if keys is not None:
@@ -146,20 +158,29 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
-    if server_args.speculative_adaptive:
-        draft_switch.refuse_fixed(server_args)
-        set_ups.append(partial(draft_switch.draft_when_faster, server_args.speculative_num_steps))
-    elif server_args.speculative_algorithm is not None:
-        set_ups.append(drafts.count_drafts)
-    if server_args.speculative_algorithm == speculation.NGRAM:
-        drafts.find_compilers()
-        set_ups.append(drafts.tell_drafts_apart)
-    if server_args.speculative_algorithm == speculation.MTP:
-        set_ups.append(drafts.show_draft_model)
     architectures = read_config(server_args.model_path).get("architectures") or ()
     if mamba_decay.ARCHITECTURES & set(architectures):
         set_ups.append(mamba_decay.keep_logarithms)
     return set_ups
+
+
+def list_draft_set_ups(server_args: Any, chooses: bool) -> list[SetUp]:
+    """Return the same of an engine that speculates; `chooses`: in passes in which that is faster.
+
+    ValueError if that cannot be.
+    """
+    algorithm = server_args.speculative_algorithm
+    if algorithm is None:
+        return []
+    if algorithm == speculation.NGRAM:
+        drafts.find_compilers()
+        count = ngram_switch.guess_when_faster if chooses else drafts.count_drafts
+        return [count, drafts.tell_drafts_apart]
+    count = drafts.count_drafts
+    if chooses:
+        draft_switch.refuse_fixed(server_args)
+        count = partial(draft_switch.draft_when_faster, server_args.speculative_num_steps)
+    return [count, drafts.show_draft_model] if algorithm == speculation.MTP else [count]
 
 
 def import_sglang(
@@ -176,7 +197,6 @@ def import_sglang(
             arguments = use_cpu(arguments, compiled=compiled)
         import_module("sglang.launch_server")
         import_module("sglang.srt.entrypoints.http_server")
-    draft_switch.prepare_choice(arguments)
     return arguments
 
 

@@ -2,17 +2,18 @@
 
 from dataclasses import dataclass
 
-NGRAM, MTP = "NGRAM", "EAGLE"
-"""SGLang's names of ways to guess."""
+ALGORITHM, NGRAM, MTP = "--speculative-algorithm", "NGRAM", "EAGLE"
+"""SGLang's option for a way to guess, and its names of two."""
 NUM_STEPS, WHEN_FASTER = "--speculative-num-steps", "--speculative-adaptive"
-"""SGLang's options for the number of guesses, and to choose it for each pass."""
+"""SGLang's options for the number of guesses, and to choose it for each pass. SGLang itself has no
+such choice with n-grams; mcore_rl.rollout.server takes the option then."""
 
 
 @dataclass(frozen=True)
 class Speculation:
     """How an engine guesses, and how many tokens for each request at a time.
 
-    when_faster   with mtp: only where the engine measures that guessing is faster
+    when_faster   only where the engine measures that guessing is faster
     """
 
     method: str
@@ -22,19 +23,15 @@ class Speculation:
     def list_flags(self) -> list[str]:
         """Return SGLang's options, whose number of drafts includes the token that they follow."""
         flags = ["--speculative-num-draft-tokens", str(self.num_tokens + 1)]
-        if self.method == "ngram":
-            return ["--speculative-algorithm", NGRAM, *flags]
-        flags += [NUM_STEPS, str(self.num_tokens), "--speculative-eagle-topk", "1"]
+        if self.method == "mtp":
+            flags += [NUM_STEPS, str(self.num_tokens), "--speculative-eagle-topk", "1"]
         if self.when_faster:
             flags.append(WHEN_FASTER)
-        return ["--speculative-algorithm", MTP, *flags]
+        return [ALGORITHM, NGRAM if self.method == "ngram" else MTP, *flags]
 
 
 def make_speculation(method: str, num_tokens: int, when: str) -> Speculation | None:
-    """Return what rollout.speculate, rollout.speculate_tokens and rollout.speculate_when ask for.
-
-    N-grams are always guessed with: SGLang has no pass without them.
-    """
+    """Return what rollout.speculate and its options with _tokens and _when ask for."""
     if method == "none":
         return None
-    return Speculation(method, num_tokens, when_faster=method == "mtp" and when == "faster")
+    return Speculation(method, num_tokens, when_faster=when == "faster")

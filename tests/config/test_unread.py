@@ -80,7 +80,7 @@ def make(*settings: str) -> Config:
         ("profile.ranks=[0, 0]", ["profile.steps=[2]"]),
         ("profile.tool=nsys", ["profile.steps=[2]"]),
         ("rollout.speculate_tokens=5", ["rollout.speculate=ngram"]),
-        ("rollout.speculate_when=always", ["rollout.speculate=mtp", "train.mtp_loss=0.3"]),
+        ("rollout.speculate_when=always", ["rollout.speculate=ngram"]),
         ("judge.kv_cache_len=1024", ["judge.path=/m"]),
         ("train.optimizer.min_lr=1.0e-7", ["train.optimizer.schedule=linear"]),
         ("dpo.optimizer.min_lr=1.0e-7", ["dpo.optimizer.schedule=cosine"]),

@@ -2,12 +2,12 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
-from mcore_rl.rollout.draft_choice import TIMED_FOR, DraftChoice, Way
+from mcore_rl.rollout.draft_choice import TIMED_FOR, WITHOUT_MODEL, DraftChoice, Way
 
 FULL: Mapping[Way, float] = {Way.DRAFT: 1.5, Way.KEEP: 1.01, Way.PLAIN: 1.0}
 """Seconds of passes: drafts cost half a pass, and the draft model nearly nothing."""
@@ -21,18 +21,20 @@ class Engine:
     accepted   drafts that a version of weights accepts in the mean, of three
     lag        passes that begin before the result of one is told
     prompts    share of passes that a prompt follows, which takes five times as long
+    among      ways that it chooses between
     """
 
     seconds: Callable[[int], Mapping[Way, float]]
     accepted: dict[str, float]
     lag: int = 0
     prompts: float = 0.3
+    among: Sequence[Way] = tuple(Way)
     now: float = 0.0
     tokens: float = 0.0
     ways: Counter[Way] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.choice = DraftChoice(lambda: self.now, dict)
+        self.choice = DraftChoice(lambda: self.now, dict, self.among)
         self._random = random.Random(0)
         self._untold: list[list[int]] = []
 
@@ -74,6 +76,24 @@ def test_a_draft_model_that_costs_too_much_is_left_out() -> None:
     engine = Engine(lambda _: {**FULL, Way.KEEP: 1.3}, {"0": 0.1})
     engine.draw(100)
     assert engine.count(1000) == {Way.PLAIN: 1000}
+
+
+def test_an_engine_without_a_draft_model_has_two_ways() -> None:
+    """What a pass accepts counts, whatever the pass before it was."""
+    for accepted, way in ((1.5, Way.DRAFT), (0.1, Way.PLAIN)):
+        engine = Engine(lambda _: FULL, {"0": accepted}, among=WITHOUT_MODEL)
+        engine.draw(100)
+        assert set(engine.ways) == set(WITHOUT_MODEL)
+        assert engine.count(1000) == {way: 1000}
+        assert engine.choice.told.gain == pytest.approx((1 + accepted) / 1.5, rel=0.1)
+
+
+def test_a_pass_that_cannot_be_plain_checks_drafts() -> None:
+    choice = DraftChoice(lambda: 0.0, dict, WITHOUT_MODEL)
+    for _ in range(100):
+        assert choice.choose(8, "0", only=Way.DRAFT) is Way.DRAFT
+        choice.note([0] * 8)
+    assert choice.told.gain is None
 
 
 def test_numbers_of_requests_are_measured_apart() -> None:

@@ -61,7 +61,8 @@ def test_an_engine_gets_the_options_of_its_drafts(tmp_path: Path) -> None:
         return spec.arguments()
 
     flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
-    assert list_flags("ngram", "faster")[-len(flags) :] == flags
+    assert list_flags("ngram", "always")[-len(flags) :] == flags
+    assert list_flags("ngram", "faster")[-1] == "--speculative-adaptive"
     assert "--speculative-algorithm" not in list_flags("none", "faster")
     assert list_flags("mtp", "faster")[-1] == "--speculative-adaptive"
     assert "--speculative-adaptive" not in list_flags("mtp", "always")

@@ -203,6 +203,26 @@ def check_tell_drafts_apart():
     assert all(len(tree) == 5 for tree in find_drafts(make_corpus()))
 
 
+def check_read_along():
+    """What passes without drafts have drawn is guessed behind the same tokens."""
+    from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+    from mcore_rl.rollout.ngram_switch import read_along
+
+    worker = object.__new__(NGRAMWorker)
+    worker.max_trie_depth, worker.draft_token_num, worker.enable_overlap = 8, 4, True
+    worker.ngram_corpus = NgramCorpus(max_trie_depth=8, draft_token_num=4)
+    request = SimpleNamespace(origin_input_ids_unpadded=[5, 6], output_ids=[7, 8, 9])
+    batch = SimpleNamespace(reqs=[request], grammar_needs_sync=lambda: False)
+    read_along(worker, batch)
+    request.output_ids += [1, 2, 3]  # fewer than 8, so the next call has each n-gram
+    read_along(worker, batch)
+    worker.ngram_corpus.synchronize()
+    tokens, _ = worker.ngram_corpus.batch_get(["a"], [[4, 8, 9]], [3])
+    assert tokens.tolist() == [9, 1, 2, 3]
+
+
 def check_certain_drafts():
     """Rounding may leave nothing beside drafts that are certain together."""
     from sgl_kernel.speculative import tree_speculative_sampling_target_only

@@ -67,6 +67,23 @@ DRAFTS: tuple[Patch, ...] = (
         "::test_an_engine_guesses_where_that_is_faster",
     ),
     Patch(
+        "mcore_rl.rollout.ngram_switch:guess_when_faster",
+        tuple(
+            f"sglang.srt.speculative.ngram_worker.NGRAMWorker.{name}"
+            for name in ("forward_batch_generation", "on_verify_complete_cpu")
+        ),
+        by="without CUDA graphs, passes that verify drafts of n-grams by ones that decode, where"
+        " that was measured to be faster",
+        reason="SGLang guesses with n-grams in every pass",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`rollout.speculate` other than ngram, or `rollout.speculate_when` other than"
+        " faster",
+        opt_in=True,
+        test="tests/scenarios/rollout/test_drafts.py"
+        "::test_tokens_are_drawn_with_the_policys_probabilities",
+    ),
+    Patch(
         "mcore_rl.rollout.drafts:show_draft_model",
         ("sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",),
         by="a served model by one that names its draft model",

@@ -41,7 +41,9 @@ LEAST_P_VALUE = 1e-4
 def served(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[str, PreTrainedModel]]:
-    """The address of an engine, and its model, which likes to repeat itself."""
+    """The address of an engine that guesses where that is faster, and its model, which likes to
+    repeat itself.
+    """
     folder = tmp_path_factory.mktemp("drafts")
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -53,7 +55,8 @@ def served(
     model.lm_head.weight.data.mul_(0.5)
     model.save_pretrained(folder / "model")
     spec = EngineSpec(
-        *(str(folder / "model"), str(folder / "engine.log")), speculation=Speculation("ngram", 6)
+        *(str(folder / "model"), str(folder / "engine.log")),
+        speculation=Speculation("ngram", 6, when_faster=True),
     )
     with EngineProcess(spec) as engine:
         yield engine.url, model
@@ -101,7 +104,9 @@ def score(model: PreTrainedModel, answers: list[dict[str, Any]]) -> tuple[torch.
 def test_tokens_are_drawn_with_the_policys_probabilities(
     served: tuple[str, PreTrainedModel], num_tokens: int
 ) -> None:
-    """Tokens pass a chi-square test, and none is drawn too often."""
+    """Tokens pass a chi-square test, and none is drawn too often, while passes with and without
+    drafts take turns to be measured, and afterwards.
+    """
     url, model = served
     answers = []
     while len(answers) * RESPONSE_LEN < num_tokens:
@@ -116,14 +121,15 @@ def test_tokens_are_drawn_with_the_policys_probabilities(
     deviation_V = excess_V / (probs_TV * (1 - probs_TV)).sum(0).sqrt()
     counted = sum_counts(*(read_counts(answer["meta_info"]) for answer in answers))
     count = counted[WeightVersion(0)]
-    passes, accepted = count.checked, count.accepted
-    assert count.plain == 0
-    print(f"{p_value=}, {deviation_V=}, {accepted} drafts in {passes} passes, {len(token_T)}")
+    checked, accepted = count.checked, count.accepted
+    passes = checked + count.plain
+    print(f"{p_value=}, {deviation_V=}, {count}, {len(token_T)}")
     assert p_value > LEAST_P_VALUE
     assert deviation_V.abs().max() < 4.5
     # Each answer's first token comes with its prompt, and its last pass may draw too many.
     assert 0 <= passes + accepted + len(answers) - len(token_T) <= 6 * len(answers)
-    assert accepted > 0.2 * passes
+    assert accepted > 0.05 * checked  # the first of them know no n-grams yet
+    assert min(checked, count.plain) > 500 and count.rated > 1000
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.0}])
@@ -155,8 +161,9 @@ def test_each_version_counts_its_own_passes(served: tuple[str, PreTrainedModel])
         counts = read_counts(meta)
         first, second = meta["weight_versions"]
         old, new = counts[WeightVersion(0)], counts[WeightVersion(7)]
-        assert first["end"] - first["start"] == 1 + old.checked + old.accepted
-        assert 0 <= new.checked + new.accepted - (second["end"] - second["start"]) <= 6
+        drawn, surplus = (count.checked + count.plain + count.accepted for count in (old, new))
+        assert first["end"] - first["start"] == 1 + drawn
+        assert 0 <= surplus - (second["end"] - second["start"]) <= 6
 
 
 @pytest.mark.slow
