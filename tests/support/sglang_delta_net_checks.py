@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,6 +104,101 @@ def check_convolution_of_prompts_and_tokens() -> None:
         wanted = oracle.causal_conv1d_fn(x[None], weight, activation="silu")[0]
         torch.testing.assert_close(torch.cat(own, 1), wanted)
     assert torch.equal(states[[0, 2, 3, 5]], untouched)
+
+
+DRAFTS = 3
+ROWS = torch.tensor([2, 0, 1])
+"""Where the states behind drafts of two requests are kept, and one more."""
+
+
+def check_convolution_of_drafts() -> None:
+    """Outputs, and inputs that are kept, are those of as many tokens one after another; what a
+    request had stays until drafts are accepted.
+    """
+    from sgl_kernel import mamba
+
+    torch.manual_seed(0)
+    width = 4
+    x_BDT, weight = torch.randn(2, 6, DRAFTS), torch.randn(6, width)
+    conv_states = torch.randn(6, 6, width - 1)
+    windows = torch.zeros(3, DRAFTS, 6, width - 1)
+    begun = conv_states.clone()
+    out = mamba.causal_conv1d_update_cpu(
+        *(x_BDT, conv_states, weight, None, "silu", SLOTS),
+        intermediate_conv_window=windows,
+        intermediate_state_indices=ROWS[:2],
+        retrieve_parent_token=None,
+    )
+    assert torch.equal(conv_states, begun) and not windows[1].any()
+    assert out.transpose(1, 2).view(6, -1).shape == (6, 6)
+    for draft in range(DRAFTS):
+        own = mamba.causal_conv1d_update_cpu(
+            *(x_BDT[..., draft], begun, weight, None, "silu", SLOTS)
+        )
+        torch.testing.assert_close(out[..., draft], own)
+        assert torch.equal(windows[ROWS[:2], draft], begun[SLOTS.long()])
+
+
+def check_delta_rule_of_drafts() -> None:
+    """So are outputs and states of the delta rule."""
+    from sgl_kernel import mamba  # which gives torch.ops.sgl_kernel the rule
+
+    assert mamba.__doc__
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 2 * DRAFTS, HEADS)
+    q, k = (torch.randn(1, 2 * DRAFTS, KEY_HEADS, KEY) for _ in range(2))
+    v = torch.randn(1, 2 * DRAFTS, HEADS, VALUE)
+    states = torch.randn(6, HEADS, VALUE, KEY)
+    behind = torch.zeros(3, DRAFTS, HEADS, VALUE, KEY)
+    begun = states.clone()
+    logs, bias = torch.rand(HEADS), torch.randn(HEADS)
+
+    def run(kept: Tensor, tokens: slice, **of_drafts: Any) -> Tensor:
+        return torch.ops.sgl_kernel.fused_sigmoid_gating_delta_rule_update_cpu(
+            **{"A_log": logs, "dt_bias": bias, "a": a[tokens], "b": b[tokens]},
+            **{"q": q[:, tokens], "k": k[:, tokens], "v": v[:, tokens]},
+            **{"initial_state_source": kept, "initial_state_indices": SLOTS},
+            **{"cu_seqlens": torch.arange(3), "use_qk_l2norm_in_kernel": True},
+            **{"softplus_beta": 1.0, "softplus_threshold": 20.0, **of_drafts},
+        )
+
+    out = run(
+        *(states, slice(None)),
+        disable_state_update=True,
+        intermediate_states_buffer=behind,
+        intermediate_state_indices=ROWS,
+        cache_steps=DRAFTS,
+    )
+    assert torch.equal(states, begun) and not behind[1].any()
+    for draft in range(DRAFTS):
+        tokens = slice(draft, None, DRAFTS)
+        torch.testing.assert_close(out[:, tokens], run(begun, tokens))
+        torch.testing.assert_close(behind[ROWS[:2], draft], begun[SLOTS.long()])
+
+
+def check_keep_accepted_states() -> None:
+    """The state behind the last accepted draft of a request goes to its slot."""
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
+    from sglang_on_cpu.delta_net import keep_accepted_states
+
+    torch.manual_seed(0)
+    caches = SimpleNamespace(
+        temporal=torch.zeros(2, 6, HEADS, VALUE, KEY),
+        intermediate_ssm=torch.randn(2, 3, 4, HEADS, VALUE, KEY),
+        conv=[torch.zeros(2, 6, 6, 3)],
+        intermediate_conv_window=[torch.randn(2, 3, 4, 6, 3)],
+    )
+    arguments = (caches, SLOTS, torch.tensor([0, 3]), torch.tensor([5, 0]), torch.tensor([2, -1]))
+    with fails_without("keep_accepted_states", ValueError):
+        module.scatter_mamba_states_after_mtp_verify(*arguments)
+    keep_accepted_states()
+    module.scatter_mamba_states_after_mtp_verify(*arguments)
+    parts = ((caches.temporal, caches.intermediate_ssm),)
+    for states, behind in (*parts, (caches.conv[0], caches.intermediate_conv_window[0])):
+        assert torch.equal(states[:, SLOTS[0]], behind[:, 0, 0])
+        assert torch.equal(states[:, SLOTS[1]], behind[:, 1, 3])
+        assert torch.equal(states[:, 5], behind[:, 0, 2])  # of the cache of prefixes
+        assert not states[:, [0, 2]].any()
 
 
 def check_gated_attention_and_inputs_of_qwen3_5() -> None:

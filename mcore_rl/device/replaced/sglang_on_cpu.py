@@ -178,6 +178,17 @@ PATCHES: tuple[Patch, ...] = (
         "the triton kernels",
     ),
     _patch(
+        "delta_net",
+        "keep_accepted_states",
+        (
+            f"{_SRT}.layers.attention.hybrid_linear_attn_backend"
+            ".scatter_mamba_states_after_mtp_verify",
+        ),
+        "the triton kernels that copy the states behind accepted drafts by SGLang's own torch",
+        "SGLang uses the latter for states of other layers alone",
+        "the triton kernels",
+    ),
+    _patch(
         "data_parallel",
         "pad_batches",
         (f"{_BACKEND}.get_cpu_graph_seq_len_fill_value",),

@@ -83,7 +83,9 @@ _library.define(
     "fused_sigmoid_gating_delta_rule_update_cpu(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k,"
     " Tensor v, Tensor a, Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices,"
     " Tensor cu_seqlens, bool use_qk_l2norm_in_kernel, float softplus_beta,"
-    " float softplus_threshold) -> Tensor"
+    " float softplus_threshold, bool is_kda=False, bool disable_state_update=False,"
+    " Tensor(b!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None,"
+    " int cache_steps=1, Tensor? retrieve_parent_token=None) -> Tensor"
 )
 _library.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
 _library.define(

@@ -5,7 +5,9 @@ Requests keep their states in slots, each function begins with that of its slot 
     convolution   conv_states [slots, D, W - 1]   the last inputs of a channel
     delta rule    states [slots, H, V, K]         H value heads; the transpose of cpu/delta_net.py's
 
-A slot of -1 is padding of a batch.
+A slot of -1 is padding of a batch. Where a request has drafts, its slot stays as it is, and the
+state behind each of them is kept apart, [requests, drafts, ...]: SGLang copies the state behind
+the last one that is accepted. Drafts are chains here, not trees.
 """
 
 from typing import Any
@@ -42,19 +44,38 @@ def causal_conv1d_fn_cpu(
 
 
 def causal_conv1d_update_cpu(
-    x_BD: Tensor,
+    x: Tensor,
     conv_states: Tensor,
     weight_DW: Tensor,
     bias_D: Tensor | None,
     activation: str | None,
     conv_state_indices: Tensor,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    **links: Tensor | None,
 ) -> Tensor:
-    """Return the convolution [B, D] of one more token of each request."""
+    """Return the convolution of one more token of each request, [B, D], or of drafts, [B, D, T].
+
+    x has the same shape. The last inputs behind each draft are written to intermediate_conv_window
+    [requests, T, D, W - 1], in the rows of intermediate_state_indices. `links` are those of trees.
+    """
+    assert all(link is None for link in links.values()), "drafts are chains here"
     slots_B = conv_state_indices.clamp(min=0).long()
-    out, states = _convolve(x_BD[..., None], weight_DW, bias_D, activation, conv_states[slots_B])
+    x_BDT = x[..., None] if x.dim() == 2 else x
+    before = conv_states[slots_B]
+    out, states = _convolve(x_BDT, weight_DW, bias_D, activation, before)
     real_B = conv_state_indices >= 0
-    conv_states[slots_B[real_B]] = states[real_B].to(conv_states.dtype)
-    return out[..., 0]
+    if intermediate_conv_window is None:
+        conv_states[slots_B[real_B]] = states[real_B].to(conv_states.dtype)
+        return out[..., 0]
+    assert intermediate_state_indices is not None
+    rows_B = intermediate_state_indices[: len(slots_B)].long()[real_B]
+    inputs = torch.cat([before.to(x_BDT.dtype), x_BDT], -1)[real_B]
+    width = before.shape[-1]
+    for draft in range(x_BDT.shape[-1]):
+        window = inputs[..., draft + 1 : draft + 1 + width]
+        intermediate_conv_window[rows_B, draft] = window.to(conv_states.dtype)
+    return out.mT.contiguous().mT  # SGLang views it with drafts before channels
 
 
 def _convolve(
@@ -127,15 +148,35 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     use_qk_l2norm_in_kernel: bool,
     softplus_beta: float,
     softplus_threshold: float,
+    is_kda: bool = False,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    cache_steps: int = 1,
+    retrieve_parent_token: Tensor | None = None,
 ) -> Tensor:
-    """Return the outputs [1, B, H, V] of one more token of each request."""
+    """Return the outputs [1, B * T, H, V] of one more token of each request, or of T drafts.
+
+    The states behind each of `cache_steps` drafts are written to intermediate_states_buffer
+    [requests, T, H, V, K], in the rows of intermediate_state_indices.
+    """
+    assert not is_kda and retrieve_parent_token is None, "drafts are chains here"
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     slots_B = initial_state_indices.clamp(min=0).long()
-    parts = (x.transpose(0, 1) for x in (q, k, v, g, beta))
-    out, states = _run(*parts, initial_state_source[slots_B])
+    parts = [x[0].unflatten(0, (len(slots_B), cache_steps)) for x in (q, k, v, g, beta)]
+    states = initial_state_source[slots_B]
     real_B = initial_state_indices >= 0
-    initial_state_source[slots_B[real_B]] = states[real_B].to(initial_state_source.dtype)
-    return out.transpose(0, 1).contiguous()
+    outs = []
+    for step in range(cache_steps):
+        out, states = _run(*(part[:, step : step + 1] for part in parts), states)
+        outs.append(out)
+        if intermediate_states_buffer is not None and intermediate_state_indices is not None:
+            rows_B = intermediate_state_indices[: len(slots_B)].long()[real_B]
+            kept = states[real_B].to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[rows_B, step] = kept
+    if not disable_state_update:
+        initial_state_source[slots_B[real_B]] = states[real_B].to(initial_state_source.dtype)
+    return torch.cat(outs, 1).flatten(0, 1)[None]
 
 
 def _run(

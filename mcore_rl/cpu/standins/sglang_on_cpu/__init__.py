@@ -17,7 +17,7 @@ from sglang_on_cpu.attention import (
     rotate_without_yarn,
 )
 from sglang_on_cpu.data_parallel import pad_batches, reduce_without_nccl, wait_for_requests
-from sglang_on_cpu.delta_net import norm_gated_outputs
+from sglang_on_cpu.delta_net import keep_accepted_states, norm_gated_outputs
 from sglang_on_cpu.drafts import draft_in_torch, sample_drafts, share_without_cuda
 from sglang_on_cpu.experts import (
     gate_shared_expert,
@@ -57,6 +57,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     report_chosen_keys,
     gate_shared_expert,
     norm_gated_outputs,
+    keep_accepted_states,
     pad_batches,
     reduce_without_nccl,
     wait_for_requests,

@@ -1,4 +1,7 @@
-"""The norm of a gated delta net's outputs in torch; sgl_kernel/mamba.py has all else of it."""
+"""Gated delta nets in torch: the norm of outputs, and which states drafts leave behind.
+
+sgl_kernel/mamba.py has all else of them.
+"""
 
 from typing import Any
 
@@ -29,3 +32,29 @@ def norm_gated_outputs() -> None:
 
     FusedRMSNormGated.forward = norm_gated
     RMSNorm.forward = norm_before_gate
+
+
+def keep_accepted_states() -> None:
+    """Copy the states behind the last accepted drafts in torch; SGLang does it in triton kernels.
+
+    SGLang has the same in torch, and uses it for states of other layers.
+    """
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as module
+
+    copy = module.HybridLinearAttnBackend._scatter_speculative_state_with_mask
+
+    def scatter_states(
+        caches: Any,
+        slots_B: Tensor,
+        steps_B: Tensor,
+        track_slots_B: Tensor | None,
+        track_steps_B: Tensor | None,
+        src_indices_raw: Tensor | None = None,
+    ) -> None:
+        pairs = zip(caches.conv, caches.intermediate_conv_window, strict=True)
+        for states, behind_drafts in [(caches.temporal, caches.intermediate_ssm), *pairs]:
+            copy(states, behind_drafts, slots_B, steps_B, src_indices_raw)
+            if track_slots_B is not None and track_steps_B is not None:
+                copy(states, behind_drafts, track_slots_B, track_steps_B, src_indices_raw)
+
+    module.scatter_mamba_states_after_mtp_verify = scatter_states
