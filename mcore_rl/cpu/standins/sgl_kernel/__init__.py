@@ -16,6 +16,7 @@ from import_standin import missing
 from torch import Tensor
 
 from sgl_kernel import mamba, qwen3_5, speculative
+from sgl_kernel.slots import list_places
 
 __version__ = "0.0.0+cpu"
 
@@ -29,13 +30,8 @@ def assign_req_to_token_pool_cpu(
     pool_len: int,
 ) -> None:
     """Fill req_to_token[request, start:stop] of each request with the next of out_cache_loc_T."""
-    taken = 0
-    for request, start, stop in zip(
-        req_pool_indices_N.tolist(), starts_N.tolist(), stops_N.tolist(), strict=True
-    ):
-        chunk = out_cache_loc_T[taken : taken + stop - start]
-        req_to_token[request, start:stop] = chunk.to(req_to_token.dtype)
-        taken += stop - start
+    places = list_places(req_pool_indices_N, starts_N, stops_N)
+    req_to_token.numpy()[places] = out_cache_loc_T.numpy()[: len(places[0])]
 
 
 def copy_all_layer_kv_cache_cpu(

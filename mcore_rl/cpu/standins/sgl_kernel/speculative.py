@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgl_kernel.slots import list_places
+
 FULL_MASK = 0
 """TreeMaskMode of masks that include the tokens before the tree; SGLang asks for it on GPUs."""
 
@@ -31,9 +33,8 @@ def assign_extend_cache_locs_cpu(
     pool_len: int,
 ) -> None:
     """Write the slots of tokens start to stop of each request, one request after another."""
-    rows = zip(requests_B.tolist(), starts_B.tolist(), stops_B.tolist(), strict=True)
-    slots = torch.cat([req_to_token[request, start:stop] for request, start, stop in rows])
-    out_cache_loc[: len(slots)] = slots.to(out_cache_loc.dtype)
+    slots = req_to_token.numpy()[list_places(requests_B, starts_B, stops_B)]
+    out_cache_loc.numpy()[: len(slots)] = slots
 
 
 def assign_draft_cache_locs_contiguous_cpu(
