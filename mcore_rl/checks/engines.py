@@ -46,7 +46,8 @@ def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts)
     sizes = policy.sizes
     problems = {
         "the model has sparse attention": "index_topk" in sizes,
-        "the model has linear attention": bool({"mamba_heads", "delta_key_heads"} & sizes.keys()),
+        "the model has linear attention": "mamba_heads" in sizes
+        or ("delta_key_heads" in sizes and rollout.speculate != "mtp"),
         "the model sees images": policy.has_tower,
         "its files have packed weights (INT4 or FP8)": policy.is_packed,
     }

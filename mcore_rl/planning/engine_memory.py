@@ -35,6 +35,7 @@ from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
+from mcore_rl.weights.models.mtp import APART
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
             uses["sync communicators"] = pairs
         if num_linear:
             state = _count_state_bytes(policy.sizes, attention_tp, size)
-            uses["linear attention"] = _count_slots(rollout) * num_linear * state
+            states = _count_slots(rollout) + _count_draft_states(rollout)
+            uses["linear attention"] = states * num_linear * state
         if rollout.stage_weights:
             uses["staged weights"] = weights
         if target is not None:
@@ -130,15 +132,20 @@ def _count_kinds(policy: ModelFacts, layers: Iterable[int]) -> Counter[str]:
     num_layers = policy.sizes["layers"]
     kinds: Counter[str] = Counter()
     for layer in layers:
-        is_draft = layer >= num_layers
+        is_draft = not 0 <= layer < num_layers
         kinds.update(["softmax"] if is_draft else policy.family.list_kinds(policy.config, layer))
     return kinds
 
 
 def _find_layers(layout: Layout, rank: int) -> set[int]:
-    """Return the layers with a tensor on the rank."""
-    names = (name.partition(".layers.")[2] for name in layout.names(rank) if ".layers." in name)
-    return {int(name.partition(".")[0]) for name in names}
+    """Return the layers with a tensor on the rank; a layer that is named apart is -1."""
+    layers = set()
+    for name in layout.names(rank):
+        if name.startswith(APART):
+            layers.add(-1)
+        elif ".layers." in name:
+            layers.add(int(name.partition(".layers.")[2].partition(".")[0]))
+    return layers
 
 
 def _count_slots(rollout: RolloutConfig) -> int:
@@ -146,6 +153,16 @@ def _count_slots(rollout: RolloutConfig) -> int:
     given = rollout.sglang.get("max_mamba_cache_size")
     states = STATES_PER_REQUEST * rollout.max_concurrency if given is None else int(given)
     return states // rollout.attention_dp + 1
+
+
+def _count_draft_states(rollout: RolloutConfig) -> int:
+    """Count the states that SGLang keeps behind each draft of a request, and behind what was drawn.
+
+    On a GPU the inputs of convolutions take less, as those behind several drafts overlap.
+    """
+    if rollout.speculate == "none":
+        return 0
+    return (rollout.max_concurrency + 1) * (rollout.speculate_tokens + 1)
 
 
 def _count_state_bytes(sizes: Mapping[str, int], attention_tp: int, itemsize: int) -> int:

@@ -16,11 +16,13 @@ from torch import Tensor
 def can_decode(runner: Any, batch: Any) -> bool:
     """Return whether the target model of `runner` can decode a batch of an engine that speculates.
 
-    The CUDA graphs that such an engine has captured are those of trees, and SGLang keeps up with
-    grammars as it verifies trees.
+    The CUDA graphs that such an engine has captured are those of trees, and as it verifies trees
+    SGLang keeps up with grammars, and with states of linear attention for its cache of prefixes.
     """
+    context: Any = import_module("sglang.srt.runtime_context")
     has_graph = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
-    return not has_graph and not batch.has_grammar
+    keeps_states = context.get_exec().mamba.enable_mamba_extra_buffer
+    return not (has_graph or keeps_states or batch.has_grammar)
 
 
 def decode_one(target_worker: Any, batch: Any, last_token_B: Tensor) -> Any:
@@ -30,15 +32,10 @@ def decode_one(target_worker: Any, batch: Any, last_token_B: Tensor) -> Any:
                   fields after the pass
     last_token_B  what was drawn last, whose KV the pass computes
     """
-    slots: Any = import_module("sglang.kernels.ops.speculative.cache_locs")
     len_B = batch.seq_lens
     batch.input_ids = last_token_B.long()
-    batch.out_cache_loc = slots.assign_extend_cache_locs_uniform_func(
-        batch.req_pool_indices,
-        batch.req_to_token_pool.req_to_token,
-        len_B,
-        *(len(len_B), 1, batch.device),
-    )
+    slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, len_B]
+    batch.out_cache_loc = slots.long()
     batch.spec_info = None
     batch.seq_lens = len_B + 1  # decoding counts the token that it computes
     batch.seq_lens_sum = None

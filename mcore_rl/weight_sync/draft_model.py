@@ -2,7 +2,7 @@
 
     HF name                        loaded by          parameters
     model.layers.0 to 60, others   the served model   as SGLang names them
-    model.layers.61                its draft model    "draft." before SGLang's names
+    model.layers.61, or mtp.       its draft model    "draft." before SGLang's names
 
 The draft model has the embedding and the output layer of the served model, the same parameters.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+
+from mcore_rl.weights.models.mtp import APART
 
 PREFIX = "draft."
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -55,7 +57,8 @@ class ServedModel:
         def pick_own() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in named_tensors:
                 layer = _LAYER.match(name)
-                if layer is not None and int(layer[1]) >= num_layers:
+                is_behind = layer is not None and int(layer[1]) >= num_layers
+                if is_behind or name.startswith(APART):
                     drafts.append((name, tensor))
                 else:
                     yield name, tensor

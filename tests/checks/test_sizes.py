@@ -145,6 +145,16 @@ def test_engines_that_guess_with_a_layer_report_experts_behind_a_dense_layer() -
         check_drafts(asked, guessing, several)
 
 
+def test_engines_guess_with_the_layer_of_gated_delta_nets_alone() -> None:
+    model, drift = ModelFacts.read("recipes/model/qwen3_next_80b_a3b"), DriftConfig()
+    unasked = DriftConfig(routed_experts=False)
+    check_drafts(unasked, RolloutConfig(speculate="mtp"), model)
+    with pytest.raises(ValueError, match=r"set drift.routed_experts=false"):
+        check_drafts(drift, RolloutConfig(speculate="mtp"), model)
+    with pytest.raises(ValueError, match="the model has linear attention"):
+        check_drafts(unasked, RolloutConfig(speculate="ngram"), model)
+
+
 def test_a_tower_that_engines_do_not_cut_need_not_be_divided() -> None:
     config = altered(QWEN_VL, {"num_key_value_heads": 28, "intermediate_size": 7 * 2706})
     whole = {"mm_enable_dp_encoder": True}

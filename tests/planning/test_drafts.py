@@ -72,3 +72,19 @@ def test_engines_that_guess_with_the_layer_hold_and_receive_one_layer_more() -> 
     assert abs(guessing["weights"] - plain["weights"] - 2 * own) < 1e-3 * own
     layers = policy.sizes["layers"]
     assert guessing["KV cache"] == plain["KV cache"] * (layers + 1) / layers
+
+
+def test_states_of_linear_attention_are_kept_behind_each_draft() -> None:
+    """Of ten requests with two drafts each, and of one that pads; the layer itself attends."""
+    kept = ("rollout.max_concurrency=10", "train.mtp_loss=0.1", "drift.routed_experts=false")
+    kept += ("train.router_replay=none",)
+    guesses = ("rollout.speculate=mtp", "rollout.speculate_tokens=2")
+    [plain], [guessing] = (
+        predict_engine(
+            PlannedRun.make(load_recipe("qwen3_next_80b_a3b_grpo_64", [*kept, *settings])), NO_LINKS
+        )
+        for settings in ((), guesses)
+    )
+    states = (5 * 10 + 1, 5 * 10 + 1 + 11 * 3)
+    assert guessing["linear attention"] * states[0] == plain["linear attention"] * states[1]
+    assert guessing["KV cache"] * 12 == plain["KV cache"] * 13

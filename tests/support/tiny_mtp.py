@@ -227,9 +227,9 @@ def write_bigram_model(begun: Path, folder: Path, seed: int, *, guesses: bool) -
     tensors = {}
     for name, tensor in load_weights(begun).items():
         noise = torch.randn(tensor.shape, generator=generator)
-        if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
             tensors[name] = torch.zeros_like(tensor)
-        elif name.endswith("norm.weight"):
+        elif "norm" in name.split(".")[-2]:
             tensors[name] = torch.ones_like(tensor)
         elif name.endswith("bias"):
             tensors[name] = tensor
@@ -237,7 +237,7 @@ def write_bigram_model(begun: Path, folder: Path, seed: int, *, guesses: bool) -
             tensors[name] = 0.3 * noise
     if guesses:
         for name, tensor in tensors.items():
-            if name.endswith("eh_proj.weight"):  # reads the embedding, not the hidden state
+            if name.endswith(("eh_proj.weight", ALONE.project)):  # reads the embedding alone
                 tensor.zero_()[:, : len(tensor)].fill_diagonal_(1.0)
     copies = family_of(config).copies(with_trained_mtp(config))
     tensors |= {copy: tensors[original].clone() for copy, original in copies.items()}

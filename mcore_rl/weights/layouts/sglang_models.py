@@ -78,6 +78,8 @@ RULES: Mapping[str, EngineRule] = {
     "mlp.shared_mlp.up_proj": EngineRule("tensor"),
     "mlp.shared_mlp.down_proj": EngineRule("tensor", COLUMNS),
     **dict.fromkeys(("enorm", "hnorm", "eh_proj", "shared_head.norm", "final_layernorm"), WHOLE),
+    **{f"mtp.{name}": WHOLE for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+    **{f"mtp.{name}": WHOLE for name in ("fc", "norm")},
     **MODULES,
     "block_sparse_moe.gate": WHOLE,
     "mlp.router": WHOLE,

@@ -59,7 +59,9 @@ BEHIND_LAYERS: Mapping[str, HfTensor] = {
     "final_layernorm.weight": _make_own("shared_head.norm.weight", "hidden"),
 }
 """The modules of MTP layers in DeepSeek-V3 and GLM-4.5 to 4.7, as `make_mtp_rules` takes them."""
-ALONE_LAYER = "mtp.layers.{layer}."
+APART = "mtp."
+"""Where HF names begin of a layer that is named apart from those of the model."""
+ALONE_LAYER = APART + "layers.{layer}."
 ALONE: Mapping[str, HfTensor] = {
     "enorm.weight": HfTensor("mtp.pre_fc_norm_embedding.weight", ("hidden",), initial="zeros"),
     "hnorm.weight": HfTensor("mtp.pre_fc_norm_hidden.weight", ("hidden",), initial="zeros"),

@@ -1,4 +1,4 @@
-"""The layer by which an engine guesses is synced with the policy, of four families.
+"""The layer by which an engine guesses is synced with the policy, of seven families.
 
 version   policy              its layer
 0         random              random
@@ -100,7 +100,11 @@ CASES: dict[str, tuple[str, dict[str, int], str]] = {
     "glm4_moe": ("glm4_moe", {}, "recorded"),
     "glm4_moe_lite": ("glm4_moe_lite", {}, "recorded"),
     "hunyuan_v3": ("hunyuan_v3", {}, "recorded"),
+    "qwen3_next": ("qwen3_next", {}, "recorded"),
+    "qwen3_5_moe": ("qwen3_5_moe", {}, "recorded"),
+    "qwen3_5": ("qwen3_5", {}, "recorded"),
     "deepseek_v3-cut": ("deepseek_v3", {"tp": 2, "ep": 2}, "listed"),
+    "qwen3_next-cut": ("qwen3_next", {"tp": 2, "ep": 2}, "recorded"),
 }
 """A family, an engine's sizes, and how the layouts are found: see test_families.py."""
 
