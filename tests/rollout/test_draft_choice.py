@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from mcore_rl.rollout.draft_choice import TIMED_FOR, WITHOUT_MODEL, DraftChoice, Way
+from mcore_rl.rollout.draft_choice import TIMED_FOR, WITHOUT_MODEL, DraftChoice, Way, find_quick
 
 FULL: Mapping[Way, float] = {Way.DRAFT: 1.5, Way.KEEP: 1.01, Way.PLAIN: 1.0}
 """Seconds of passes: drafts cost half a pass, and the draft model nearly nothing."""
@@ -94,6 +94,19 @@ def test_a_pass_that_cannot_be_plain_checks_drafts() -> None:
         assert choice.choose(8, "0", only=Way.DRAFT) is Way.DRAFT
         choice.note([0] * 8)
     assert choice.told.gain is None
+
+
+def test_a_draft_model_does_not_look_cheap_by_chance() -> None:
+    """Other work slowed most of the plain passes down."""
+    samples = {
+        Way.DRAFT: [1.5] * 8,
+        Way.PLAIN: [1.0, 1.0, *[2.0] * 6],
+        Way.KEEP: [1.3, 1.3, 1.3, *[2.0] * 5],
+    }
+    quick = find_quick(samples)
+    assert quick[Way.PLAIN] == 2.0 and quick[Way.KEEP] == pytest.approx(2.6)
+    plain = {way: timed for way, timed in samples.items() if way in WITHOUT_MODEL}
+    assert find_quick(plain) == {Way.DRAFT: 1.5, Way.PLAIN: 2.0}
 
 
 def test_numbers_of_requests_are_measured_apart() -> None:
