@@ -110,7 +110,7 @@ class DraftChoice:
         self._version = ""
         self._accepted = _Accepted()
         self._last: _Pass | None = None
-        self._begun_at = 0.0
+        self._begun_at: float | None = None
         self._streak = 0
         self.told = Told(Way.DRAFT, None)
 
@@ -149,14 +149,17 @@ class DraftChoice:
         return (1 + self._accepted.mean) * room.seconds[Way.PLAIN] / room.seconds[Way.DRAFT]
 
     def _time_last(self, number: int) -> None:
-        """Take the time from the beginning of the last pass to that of the one in its room."""
-        now = self._clock()
-        last = self._last
-        if last is not None and last.room == number and self._streak > UNTIMED:
-            room = self._rooms[number]
-            if last.way in room.samples:
-                room.samples[last.way].append(now - self._begun_at)
-        self._begun_at = now
+        """Take the time from the beginning of the last pass to that of the one in its room.
+
+        The clock is read only while a room is measured: on a CPU it is a call of the system.
+        """
+        room = self._rooms[number]
+        begun_at = self._begun_at
+        self._begun_at = self._clock() if room.samples else None
+        if begun_at is None or self._begun_at is None or self._last is None:
+            return
+        if self._last.room == number and self._streak > UNTIMED:
+            room.samples[self._last.way].append(self._begun_at - begun_at)
 
     def _find_way(self, number: int, room: _Room) -> Way:
         if not room.samples and (not room.seconds or room.passes >= TIMED_FOR):

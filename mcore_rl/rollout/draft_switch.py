@@ -78,12 +78,17 @@ def decode_without_draft_model(worker: Any, batch: Any, on_publish: Publish | No
     """Return the result of a pass that draws one token for each request, and that the draft model
     does not read.
     """
-    result = decode_one(worker.target_worker, batch, batch.spec_info.bonus_tokens)
+    drawn = batch.spec_info
+    result = decode_one(worker.target_worker, batch, drawn.bonus_tokens)
     if on_publish is not None:
         on_publish(result.new_seq_lens)
     info: Any = import_module("sglang.srt.speculative.eagle_info")
-    result.next_draft_input = info.EagleDraftInput(bonus_tokens=result.next_token_ids)
-    worker._stub_skipped_draft_extend(batch, result)
+    result.next_draft_input = info.EagleDraftInput(
+        bonus_tokens=result.next_token_ids,
+        topk_p=drawn.topk_p,  # the guess behind an older token, until the draft model reads again
+        topk_index=drawn.topk_index,
+        hidden_states=drawn.hidden_states,
+    )
     return result
 
 

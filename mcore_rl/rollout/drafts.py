@@ -119,7 +119,9 @@ def count_drafts(tell_pass: Callable[[], Told] = lambda: CHECKED) -> None:
         note(req, num_accepted)
         version = context.get_serving().weight_version
         counts = vars(req).setdefault(COUNTS, {})
-        add_pass(counts.setdefault(version, list(astuple(DraftCount()))), tell_pass(), num_accepted)
+        if version not in counts:
+            counts[version] = list(astuple(DraftCount()))
+        add_pass(counts[version], tell_pass(), num_accepted)
 
     def list_counts(self: Any, reqs: list[Any]) -> dict[str, list[Any]]:
         finished = [getattr(req, COUNTS, {}) if req.finished() else {} for req in reqs]
