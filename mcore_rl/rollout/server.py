@@ -107,8 +107,7 @@ def serve(arguments: list[str]) -> None:
     package = find_package(arguments)
     if package is not None:
         os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
-    arguments = import_sglang(arguments, gpu_ids, compiled)
-    arguments, chooses = draft_switch.prepare_choice(arguments)
+    arguments, chooses = draft_switch.prepare_choice(import_sglang(arguments, gpu_ids, compiled))
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -125,11 +124,7 @@ def serve(arguments: list[str]) -> None:
     take_patches(server_args.model_path)
     shares = bool(sharing) and may_share_prompts(sharing[0], has_cuda())
     set_schedulers_up(
-        [
-            *list_set_ups(server_args, shares),
-            *list_draft_set_ups(server_args, chooses),
-            *take_adapters(slots, server_args.model_path),
-        ]
+        [*list_set_ups(server_args, shares, chooses), *take_adapters(slots, server_args.model_path)]
     )
     limit_fields(server_args)
     if keys is not None:
@@ -149,7 +144,7 @@ def take_adapters(slots: AdapterSlots | None, model_path: str) -> list[SetUp]:
     return [partial(getattr(import_module(module), name), slots.folders, model_path)]
 
 
-def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
+def list_set_ups(server_args: Any, shares_prompts: bool, chooses_passes: bool) -> list[SetUp]:
     """Return what each scheduler process calls before it begins; ValueError if that cannot be."""
     set_ups: list[SetUp] = [keep_output_lasting, follow_output]
     if shares_prompts:
@@ -158,26 +153,27 @@ def list_set_ups(server_args: Any, shares_prompts: bool) -> list[SetUp]:
         set_ups.append(keep_first_experts)
     if server_args.enable_return_indexer_topk:
         set_ups.append(keep_first_keys)
+    set_ups += list_draft_set_ups(server_args, chooses_passes)
     architectures = read_config(server_args.model_path).get("architectures") or ()
     if mamba_decay.ARCHITECTURES & set(architectures):
         set_ups.append(mamba_decay.keep_logarithms)
     return set_ups
 
 
-def list_draft_set_ups(server_args: Any, chooses: bool) -> list[SetUp]:
-    """Return the same of an engine that speculates; `chooses`: in passes in which that is faster.
+def list_draft_set_ups(server_args: Any, chooses_passes: bool) -> list[SetUp]:
+    """Return those of an engine that speculates; [] if it does not.
 
-    ValueError if that cannot be.
+    chooses_passes   it does so in passes in which that is faster; ValueError if it cannot choose
     """
     algorithm = server_args.speculative_algorithm
     if algorithm is None:
         return []
     if algorithm == speculation.NGRAM:
         drafts.find_compilers()
-        count = ngram_switch.guess_when_faster if chooses else drafts.count_drafts
+        count = ngram_switch.guess_when_faster if chooses_passes else drafts.count_drafts
         return [count, drafts.tell_drafts_apart]
     count = drafts.count_drafts
-    if chooses:
+    if chooses_passes:
         draft_switch.refuse_fixed(server_args)
         count = partial(draft_switch.draft_when_faster, server_args.speculative_num_steps)
     return [count, drafts.show_draft_model] if algorithm == speculation.MTP else [count]
