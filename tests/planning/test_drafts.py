@@ -75,7 +75,7 @@ def test_engines_that_guess_with_the_layer_hold_and_receive_one_layer_more() -> 
 
 
 def test_states_of_linear_attention_are_kept_behind_each_draft() -> None:
-    """Of ten requests with two drafts each, and of one that pads; the layer itself attends."""
+    """Ten requests have two drafts each, and one more pads; the layer itself attends."""
     kept = ("rollout.max_concurrency=10", "train.mtp_loss=0.1", "drift.routed_experts=false")
     kept += ("train.router_replay=none",)
     guesses = ("rollout.speculate=mtp", "rollout.speculate_tokens=2")

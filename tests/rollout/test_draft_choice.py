@@ -79,7 +79,7 @@ def test_a_draft_model_that_costs_too_much_is_left_out() -> None:
 
 
 def test_an_engine_without_a_draft_model_has_two_ways() -> None:
-    """What a pass accepts counts, whatever the pass before it was."""
+    """Each pass with drafts counts, whatever the pass before it was."""
     for accepted, way in ((1.5, Way.DRAFT), (0.1, Way.PLAIN)):
         engine = Engine(lambda _: FULL, {"0": accepted}, among=WITHOUT_MODEL)
         engine.draw(100)

@@ -204,7 +204,7 @@ def check_tell_drafts_apart():
 
 
 def check_read_along():
-    """What passes without drafts have drawn is guessed behind the same tokens."""
+    """Tokens that passes without drafts have drawn are guessed behind the same ones."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
     from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
