@@ -80,8 +80,7 @@ DRAFTS: tuple[Patch, ...] = (
         switch="`rollout.speculate` other than ngram, or `rollout.speculate_when` other than"
         " faster",
         opt_in=True,
-        test="tests/scenarios/rollout/test_drafts.py"
-        "::test_tokens_are_drawn_with_the_policys_probabilities",
+        test="tests/scenarios/rollout/test_drafts.py::test_an_engine_guesses_where_that_is_faster",
     ),
     Patch(
         "mcore_rl.rollout.drafts:show_draft_model",
