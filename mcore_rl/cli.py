@@ -100,10 +100,14 @@ OTHER_COMMANDS: Mapping[str, tuple[str, AddArguments]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit status, see run.process_setup.run_command."""
+    """Run a command; return its exit status, see run.process_setup.run_command.
+
+    Only without `argv`, as the program itself, a training command goes on in a child process.
+    """
     parser = make_parser()
     answer_shell(parser)
     args = parse_arguments(parser, argv)
+    args.is_program = argv is None
     return run_command(partial(args.run, args))
 
 

@@ -68,7 +68,8 @@ def _run_recipe(
     recipe, overrides = read_recipe(args.settings)
     if not recipe.rehearse:
         refuse_missing(list_input_checks(recipe, command))
-    if command in TRAINING and recipe.run.recovery.is_used and not recipe.run.debug:
+    may_fork = args.is_program and not recipe.run.debug
+    if may_fork and command in TRAINING and recipe.run.recovery.is_used:
         recipe = _go_on_in_child(recipe)
     with ExitStack() as open_forks:
         if recipe.cluster.address is None:
