@@ -50,6 +50,8 @@ TOLERANCE = 1e-4
 # One token may have nearly the same log-prob by two models; not all of four.
 MIN_TO_DIFFER = 4
 DEADLINE_S = 400.0
+MAX_ROUNDS = 4
+"""How often episodes are played until weights changed within enough answers; it depends on load."""
 
 
 @dataclass
@@ -221,8 +223,16 @@ def test_each_token_has_the_logprob_that_its_version_gives_it(
     swapped: Swapped, num_episodes: int
 ) -> None:
     before, first = cached_tokens(swapped.engine), swapped.version
-    rows = rows_of(play_while_weights_change(swapped, num_episodes, seed=num_episodes))
-    changes, errors = changes_of(rows), errors_of(swapped, rows)
+    rows: list[Row] = []
+    changes = changes_of(rows)
+    for seed in range(
+        num_episodes, num_episodes + MAX_ROUNDS
+    ):  # when weights change depends on load
+        rows += rows_of(play_while_weights_change(swapped, num_episodes, seed))
+        changes = changes_of(rows)
+        if 4 * changes["inside"] > num_episodes < 8 * changes["between"]:
+            break
+    errors = errors_of(swapped, rows)
     cached = cached_tokens(swapped.engine) - before
     print(f"{len(rows)} rows, {swapped.version - first} syncs, {changes}, {cached=}, {errors}")
     assert 4 * changes["inside"] > num_episodes < 8 * changes["between"]
