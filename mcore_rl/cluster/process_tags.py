@@ -35,8 +35,7 @@ def tag_processes(session: str) -> Iterator[None]:
     left as they are: `restore_variables` is for the caller.
     """
     relaunch.note_session(session)
-    hint = "" if relaunch.is_relaunched() else watchdog.RESUME_HINT
-    arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S), hint]
+    arguments = [session, str(os.getpid()), str(watchdog.STOPPED_S), relaunch.choose_hint()]
     command = [sys.executable, "-I", watchdog.__file__, *arguments]
     watchdog_process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     os.environ[watchdog.TAG] = os.environ["TMPDIR"] = session

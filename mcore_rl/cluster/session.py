@@ -181,8 +181,7 @@ def _raise_if_ray_is_lost(*_: object) -> None:
             continue  # Another thread has just waited for it.
         if status == psutil.STATUS_ZOMBIE and name in watchdog.RAY_PROCESSES:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            hint = "" if relaunch.is_relaunched() else watchdog.RESUME_HINT
-            raise RayLostError(watchdog.describe_lost_ray(name) + hint)
+            raise RayLostError(watchdog.describe_lost_ray(name) + relaunch.choose_hint())
 
 
 @contextmanager

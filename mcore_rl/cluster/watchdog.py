@@ -19,7 +19,6 @@ from pathlib import Path
 
 TAG = "MCORE_RL_SESSION"
 RAY_PROCESSES = ("raylet", "gcs_server")
-RESUME_HINT = ". The same command continues from the newest checkpoint"
 GRACE_S = 2.0
 KILL_TIMEOUT_S = 5.0
 POLL_S = 0.05

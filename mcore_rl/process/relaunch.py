@@ -38,6 +38,7 @@ STOPPED_S = 10
 """How long a child may be stopped (SIGSTOP). By Ctrl-Z the command is stopped as well."""
 SESSION_S = 60.0
 """How long a lost child's processes may take to end."""
+RESUME_HINT = "The same command continues from the newest checkpoint"
 _POLL_S = 0.05
 _MESSAGE_BYTES = 4096
 _STATE = "state of the loop"
@@ -152,19 +153,16 @@ def run_in_child(most: int) -> bool:
         if held.has_ended:
             _exit_like(status)
         if not held.is_ready:
-            _tell(f"{told} before its first step. {_SAME}")
+            _tell(f"{told} before its first step. {RESUME_HINT}")
             _exit_like(status)
         if not budget.take(most):
-            _tell(f"{told}; run.recovery.restarts={most} within an hour are spent. {_SAME}")
+            _tell(f"{told}; run.recovery.restarts={most} within an hour are spent. {RESUME_HINT}")
             _exit_like(status)
         if not _wait_for_session(held.session):
-            _tell(f"{told}; its processes did not end within {SESSION_S:g} s. {_SAME}")
+            _tell(f"{told}; its processes did not end within {SESSION_S:g} s. {RESUME_HINT}")
             _exit_like(status)
         _tell(f"{told}: it starts again ({budget.num_recent} of {most} within an hour)")
         held.is_ready, is_again = False, True
-
-
-_SAME = "The same command continues from the newest checkpoint"
 
 
 def _begin_child(
@@ -246,9 +244,9 @@ def _tell(text: str) -> None:
     print(f"mcore-rl: {text}", file=sys.stderr, flush=True)
 
 
-def is_relaunched() -> bool:
-    """Return whether another process starts this one again where it is lost."""
-    return _child is not None
+def choose_hint() -> str:
+    """Return what follows a message of a lost process: "" where it is started again anyway."""
+    return f". {RESUME_HINT}" if _child is None else ""
 
 
 def allow_relaunch() -> None:
