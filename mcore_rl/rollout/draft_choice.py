@@ -196,7 +196,7 @@ class DraftChoice:
 
 
 def find_quick(samples: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
-    """Return the seconds of a pass of each way, of which the quickest quarter took less.
+    """Return, for each way, the seconds that its quickest quarter of passes stayed below.
 
     A pass that the draft model reads is the dearer of what these and the quickest passes say of it:
     if other work on the machine makes it look cheap by chance, it is chosen for long.

@@ -223,7 +223,7 @@ def test_ranks_and_engines_that_are_left_go_on_where_no_node_is_spare(
 
 
 def list_seats(run: SubmittedRun) -> list[str]:
-    """Return the nodes with ranks and engines, that of the controller at the end."""
+    """Return the nodes with ranks and engines; the controller's node is the last one."""
     return sorted((node for node, _ in seated(run)), key=lambda node: node == "node0")
 
 

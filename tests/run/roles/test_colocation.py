@@ -103,7 +103,7 @@ def test_graphs_go_and_come_with_the_kv_cache_if_engines_can_release_them(stage:
 
 @dataclass
 class Returning:
-    """Engines of which one may be lost, until a server in its place starts; see LostEngines."""
+    """Engines, as LostEngines: one may be lost, and a server then starts in its place."""
 
     loop: EventLoop
     living: list[FakeSGLang]
