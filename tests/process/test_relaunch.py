@@ -78,13 +78,13 @@ class Command:
         _, told = self.process.communicate(timeout=30)
         return self.process.returncode, told
 
-    def children(self) -> list[tuple[str, ...]]:
+    def list_found(self) -> list[tuple[str, ...]]:
         """Return what each child found: whether it is another one, the state, and memory."""
         return [tuple(note.split(" ", 1)[1:]) for note in self.notes() if note[0].isdigit()]
 
 
 @contextmanager
-def waiting_command(folder: Path) -> Iterator[Command]:
+def run_waiting_command(folder: Path) -> Iterator[Command]:
     command = Command(folder, "wait")
     try:
         command.wait_for("ready")
@@ -107,7 +107,7 @@ def test_a_lost_child_is_followed_by_others_that_find_what_it_held(
     command = Command(tmp_path, how)
     ended, told = command.end()
     assert ended == status
-    assert command.children() == [
+    assert command.list_found() == [
         FIRST,
         ("True b'step 1' b'state' None",),
         ("True b'step 2' b'state' None",),
@@ -121,14 +121,14 @@ def test_a_lost_child_is_followed_by_others_that_find_what_it_held(
 def test_an_end_by_exit_is_the_end_of_the_command(tmp_path: Path) -> None:
     command = Command(tmp_path, "exit")
     assert command.end() == (3, "")
-    assert command.children() == [FIRST]
+    assert command.list_found() == [FIRST]
 
 
 def test_a_child_that_is_lost_before_it_allows_it_is_not_followed(tmp_path: Path) -> None:
     command = Command(tmp_path, "early")
     status, told = command.end()
     assert status == 137 and "before its first step. The same command continues" in told
-    assert command.children() == [FIRST]
+    assert command.list_found() == [FIRST]
 
 
 def test_the_next_child_waits_for_the_end_of_the_session(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_the_next_child_waits_for_the_end_of_the_session(tmp_path: Path) -> None
     assert "ready" not in command.notes()
     (tmp_path / "session").rmdir()
     command.wait_for("ready")
-    assert command.end()[0] == 0 and len(command.children()) == 2
+    assert command.end()[0] == 0 and len(command.list_found()) == 2
 
 
 def test_signals_reach_the_child_once(tmp_path: Path) -> None:
-    with waiting_command(tmp_path) as command:
+    with run_waiting_command(tmp_path) as command:
         command.process.send_signal(signal.SIGUSR1)
         command.wait_for("SIGUSR1")
         os.killpg(command.process.pid, signal.SIGTERM)  # as a scheduler does
@@ -152,18 +152,18 @@ def test_signals_reach_the_child_once(tmp_path: Path) -> None:
 
 
 def test_a_child_that_is_stopped_alone_is_killed_and_followed(tmp_path: Path) -> None:
-    with waiting_command(tmp_path) as command:
+    with run_waiting_command(tmp_path) as command:
         [child] = psutil.Process(command.process.pid).children()
         child.suspend()
         child.wait(20)
         until_s = time.monotonic() + 20
-        while len(command.children()) < 2:
+        while len(command.list_found()) < 2:
             assert time.monotonic() < until_s, command.notes()
             time.sleep(0.01)
 
 
 def test_the_child_is_killed_with_its_command(tmp_path: Path) -> None:
-    with waiting_command(tmp_path) as command:
+    with run_waiting_command(tmp_path) as command:
         [child] = psutil.Process(command.process.pid).children()
         command.process.kill()
         child.wait(10)
