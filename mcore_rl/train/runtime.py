@@ -6,7 +6,6 @@ Every random generator that training on a rank may draw from is seeded, saved an
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +19,7 @@ from mcore_rl.config import ParallelConfig
 from mcore_rl.device import default_generators, dist_backend, set_local_device
 from mcore_rl.device.setup import keep_torch_pickles, setup_device
 from mcore_rl.process.network import is_loopback, make_meeting_store, stay_on_loopback
+from mcore_rl.types import RankCoordinate
 
 Generators = Mapping[str, torch.Generator]
 """torch's default generators by name, as device.default_generators returns them."""
@@ -88,18 +88,6 @@ def _warn_of(name: str) -> None:
         " begin anew from run.seed",
         name,
     )
-
-
-@dataclass(frozen=True)
-class RankCoordinate:
-    """A rank's index in each parallel dimension; `owns_output` is True on one rank per `dp`."""
-
-    dp: int
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    owns_output: bool
 
 
 def init_distributed(

@@ -238,6 +238,18 @@ class StepStats:
 
 
 @dataclass(frozen=True)
+class RankCoordinate:
+    """A rank's index in each parallel dimension; `owns_output` is True on one rank per `dp`."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    owns_output: bool
+
+
+@dataclass(frozen=True)
 class RankStep:
     """A rank's answer to an optimizer step.
 

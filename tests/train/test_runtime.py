@@ -7,7 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from mcore_rl.config import ParallelConfig
-from mcore_rl.train.runtime import RankCoordinate, init_distributed
+from mcore_rl.train.runtime import init_distributed
+from mcore_rl.types import RankCoordinate
 from tests.support.distributed import run_ranks
 
 LAYOUTS: list[dict[str, Any]] = [{"tp": 2}, {"pp": 2}, {"cp": 2}, {"dp": 2, "ep": 2}]
