@@ -162,7 +162,7 @@ def run_in_child(most: int) -> bool:
             _tell(f"{told}; its processes did not end within {SESSION_S:g} s. {RESUME_HINT}")
             _exit_like(status)
         _tell(f"{told}: it starts again ({budget.num_recent} of {most} within an hour)")
-        held.is_ready, is_again = False, True
+        is_again = True
 
 
 def _begin_child(

@@ -37,13 +37,13 @@ for number in relaunch.SIGNALS:
     signal.signal(number, lambda number, _: note(signal.Signals(number).name))
 relaunch.hold_state(b"step 1")
 relaunch.hold_state(b"step 2" if again else b"step 1")
-if how != "early":
+if how != "early" and not (how == "restart" and again):
     relaunch.allow_relaunch()
 if how == "exit":
     sys.exit(3)
 if how == "leave":
     os._exit(1)
-if how in ("kill", "early"):
+if how in ("kill", "early", "restart"):
     os.kill(os.getpid(), signal.SIGKILL)
 if how == "session" and not again:
     relaunch.note_session(str(folder / "session"))
@@ -129,6 +129,17 @@ def test_a_child_that_is_lost_before_it_allows_it_is_not_followed(tmp_path: Path
     status, told = command.end()
     assert status == 137 and "before its first step. The same command continues" in told
     assert command.list_found() == [FIRST]
+
+
+def test_a_child_that_is_lost_while_it_takes_over_is_followed(tmp_path: Path) -> None:
+    command = Command(tmp_path, "restart")
+    status, told = command.end()
+    assert status == 137 and "run.recovery.restarts=2 within an hour are spent" in told
+    assert [found[0] for found in command.list_found()] == [
+        "False None b'\\x00\\x00\\x00\\x00\\x00' None",
+        "True b'step 1' b'state' None",
+        "True b'step 2' b'state' None",
+    ]
 
 
 def test_the_next_child_waits_for_the_end_of_the_session(tmp_path: Path) -> None:
