@@ -5,8 +5,10 @@ Its roles are Protocols; the loop does not know whether Ray actors on many nodes
 implement them.
 """
 
+import logging
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 
 from mcore_rl.algo.diagnostics import check_drift
@@ -17,7 +19,13 @@ from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.evaluation import evaluate
 from mcore_rl.loops.outcomes import Rollout, add_advantages, leave_out_lost, with_outcome
 from mcore_rl.loops.roles import Roles, State
-from mcore_rl.loops.sampling import WAITING, SamplingOptions, draw_rollout, sync_weights
+from mcore_rl.loops.sampling import (
+    WAITING,
+    SamplingOptions,
+    draw_again,
+    draw_rollout,
+    sync_weights,
+)
 from mcore_rl.loops.saving import (
     Save,
     is_due,
@@ -32,8 +40,11 @@ from mcore_rl.loops.training import (
     mask_overlong,
     train_policy_and_critic,
 )
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.signals import allow_interruption
 from mcore_rl.types import StoredBatch, WeightVersion
+
+_log = logging.getLogger(__name__)
 
 
 def train(config: Config, roles: Roles, start_step: int = 0) -> None:
@@ -86,6 +97,49 @@ def run_step(
     with allow_interruption():
         drawn = draw_rollout(drawing, roles, timer, seed)
 
+    wanted = with_outcome(drawn)
+    passes: list[_Pass] = []
+
+    def train_on() -> None:
+        passes.append(_train_on(wanted, options, roles, timer))
+
+    while True:
+        try:
+            _, recoverable = roles.recovery.train(step, train_on)
+            break
+        except SamplesLostError as error:
+            if not roles.recovery.take_back():
+                raise
+            _log.warning("step %d is done again with new samples: %s", step, error)
+            with allow_interruption():
+                drawn = draw_again(drawing, roles, timer, drawn, seed)
+            wanted = with_outcome(drawn)
+    synced = sync_weights(roles, timer, WeightVersion(step), lambda: passes[-1].batch)
+    last = passes[-1]  # a step is trained again if its state is lost in the sync
+    kept, batch, trained = last.kept, last.batch, last.metrics
+    seconds = timer.seconds["rollout"]
+    sampled = summarize_samples(kept.samples, kept.scores, seconds, drawing.role_part)
+    lost = {"batch/lost": float(len(wanted.samples) - len(kept.samples))}
+    of_stages = {**sampled, **trained, **drawn.metrics, **lost, **synced, **recoverable}
+    roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
+    roles.log.log_samples(step, drawn.samples, add_advantages(drawn, kept, batch))
+    roles.ledger.note_step(step, drawn.samples, drawn.scores, kept.samples)
+    return sampled | trained
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The training of a step: the samples that were left, their batch, and metrics."""
+
+    kept: Rollout
+    batch: StoredBatch
+    metrics: dict[str, float]
+
+
+def _train_on(wanted: Rollout, options: StepOptions, roles: Roles, timer: PhaseTimer) -> _Pass:
+    """Train on these samples, without those that are lost meanwhile."""
+    step = timer.step
+
     def prepare(rollout: Rollout) -> tuple[StoredBatch, Mapping[str, float]]:
         """Return the batch to train on, and metrics; called again if samples are lost meanwhile."""
         ask_teacher(roles, timer, rollout.samples)
@@ -96,24 +150,10 @@ def run_step(
         batch = mask_overlong(options, batch, rollout.samples)
         return batch, estimated
 
-    wanted = with_outcome(drawn)
-
-    def train_on() -> tuple[Rollout, StoredBatch, dict[str, float]]:
-        kept, (batch, estimated) = leave_out_lost(prepare, wanted)
-        with timer("train"):
-            trained = train_policy_and_critic(options, roles, batch, step)
-        return kept, batch, {**trained, **estimated}
-
-    (kept, batch, trained), recoverable = roles.recovery.train(step, train_on)
-    synced = sync_weights(roles, timer, WeightVersion(step), batch)
-    seconds = timer.seconds["rollout"]
-    sampled = summarize_samples(kept.samples, kept.scores, seconds, drawing.role_part)
-    lost = {"batch/lost": float(len(wanted.samples) - len(kept.samples))}
-    of_stages = {**sampled, **trained, **drawn.metrics, **lost, **synced, **recoverable}
-    roles.log.log(step, {**of_stages, **timer.metrics(waiting=WAITING)})
-    roles.log.log_samples(step, drawn.samples, add_advantages(drawn, kept, batch))
-    roles.ledger.note_step(step, drawn.samples, drawn.scores, kept.samples)
-    return sampled | trained
+    kept, (batch, estimated) = leave_out_lost(prepare, wanted)
+    with timer("train"):
+        trained = train_policy_and_critic(options, roles, batch, step)
+    return _Pass(kept, batch, {**trained, **estimated})
 
 
 def run_evaluation(config: Config, roles: Roles, step: int) -> None:

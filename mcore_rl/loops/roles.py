@@ -198,6 +198,10 @@ class Recovery(Protocol):
         """Return work(), which trains nothing. If ranks are lost meanwhile, call `work` again."""
         ...
 
+    def take_back(self) -> bool:
+        """Undo what failed work of `train` has trained; return False if that is not possible."""
+        ...
+
     def save(self, step: int, work: Callable[[], None]) -> None:
         """Call `work`, which begins to save `step`; again if ranks are lost before it is done."""
         ...
@@ -215,6 +219,9 @@ class NoRecovery:
 
     def repeat(self, work: Callable[[], T], /) -> T:
         return work()
+
+    def take_back(self) -> bool:
+        return False
 
     def save(self, step: int, work: Callable[[], None]) -> None:
         work()

@@ -2,13 +2,13 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from mcore_rl.algo.lookup import needs_of
 from mcore_rl.config import AlgorithmConfig, RewardConfig, RolloutConfig
-from mcore_rl.logs.ledger.ledger import EMPTY
+from mcore_rl.logs.ledger.ledger import EMPTY, LOST
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailures, Rollout, has_tokens
 from mcore_rl.loops.resampling import score
@@ -71,6 +71,25 @@ def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed
     return replace(drawn, metrics=metrics | roles.generator.measure_engines())
 
 
+def draw_again(
+    options: SamplingOptions, roles: Roles, timer: PhaseTimer, lost: Rollout, seed: int
+) -> Rollout:
+    """Return samples in the place of those of a step, of which none is left.
+
+    They are drawn from the same prompts. Where the background draws, the step takes what it has
+    drawn since, and the ledger tells which prompts are lost.
+    """
+    if roles.background is None:
+        roles.generator.note_lost(len(lost.samples))
+        prompts = [sample.prompt for sample in lost.samples[:: options.rollout.samples_per_prompt]]
+        drawn = _sample_prompts(prompts, options, roles, timer, seed)
+        num_lost = {"rollout/lost": float(roles.generator.take_num_lost())}
+        return replace(drawn, metrics={**lost.metrics, **num_lost})
+    for position in dict.fromkeys(sample.prompt.position for sample in lost.samples):
+        roles.ledger.reject(position, LOST)
+    return draw_rollout(options, roles, timer, seed)
+
+
 def _draw(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
     if roles.background is None:
         return sample_now(options, roles, timer, seed)
@@ -116,17 +135,19 @@ def measure_staleness(
 
 
 def sync_weights(
-    roles: Roles, timer: PhaseTimer, version: WeightVersion, probe: StoredBatch
+    roles: Roles, timer: PhaseTimer, version: WeightVersion, find_probe: Callable[[], StoredBatch]
 ) -> dict[str, float]:
     """Bring the trainer's weights to the engines; background sampling pauses and continues with
     them.
+
+    find_probe   returns the batch that gave these weights; asked again after a recovery
     """
     background = roles.background
     if background is not None:
         with timer("pause"):
             background.pause_for_sync()
     with timer("sync"):
-        metrics = dict(roles.recovery.repeat(lambda: roles.weights.sync(version, probe)))
+        metrics = dict(roles.recovery.repeat(lambda: roles.weights.sync(version, find_probe())))
     if background is not None:
         metrics |= background.resume(version)
     return metrics
@@ -204,14 +225,27 @@ def _sample_round(
     num_prompts: int, options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int
 ) -> Rollout:
     """Sample and score responses to the next prompts."""
-    group_size = options.rollout.samples_per_prompt
     with timer("rollout"):
         prompts = roles.prompts.take(num_prompts)
+    drawn = _sample_prompts(prompts, options, roles, timer, seed)
+    roles.prompts.note_scores(prompts, drawn.scores)
+    return drawn
+
+
+def _sample_prompts(
+    prompts: Sequence[Prompt],
+    options: SamplingOptions,
+    roles: Roles,
+    timer: PhaseTimer,
+    seed: int,
+) -> Rollout:
+    """Sample and score responses to these prompts."""
+    group_size = options.rollout.samples_per_prompt
+    with timer("rollout"):
         samples = roles.generator.generate(prompts, group_size, greedy=False, seed=seed)
     with timer("reward"):
         generator, reward = roles.generator, roles.reward
         drawn = score(generator, reward, prompts, samples, greedy=False, seed=seed)
-    roles.prompts.note_scores(prompts, drawn.scores)
     if not options.with_greedy:
         return drawn
     greedy = _greedy_scores(prompts, roles, timer, seed)

@@ -3,12 +3,13 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import nan
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
+import torch
 
 from mcore_rl.algo.diagnostics import DriftError
 from mcore_rl.algo.estimator import Advantages
@@ -26,10 +27,12 @@ from mcore_rl.config import (
     TrainConfig,
 )
 from mcore_rl.data.source import ShuffledStream
+from mcore_rl.logs.ledger.ledger import RunLedger
 from mcore_rl.logs.logger import PhaseTimer
 from mcore_rl.loops.outcomes import RewardFailureError
 from mcore_rl.loops.rl import run_evaluation, save_checkpoint, train
-from mcore_rl.loops.roles import Roles
+from mcore_rl.loops.roles import NoRecovery, Roles
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.process.signals import (
     SIGNAL,
     StoppedEarlyError,
@@ -38,11 +41,23 @@ from mcore_rl.process.signals import (
 )
 from mcore_rl.run.roles.advantages import StoredAdvantages
 from mcore_rl.run.roles.local_trainer import LocalTrainer
-from mcore_rl.types import Prompt, Sample, StoredSample, WeightVersion
+from mcore_rl.types import (
+    Prompt,
+    Sample,
+    StepStats,
+    StoredBatch,
+    StoredSample,
+    WeightVersion,
+)
 from mcore_rl.types.scores import Scores
-from tests.support.prepared import GivenSamples
+from tests.support.prepared import GivenSamples, take_step
 from tests.support.table_policy import MemoryLog, TablePolicy, make_prompts, repeats_the_prompt
 
+T = TypeVar("T")
+Taken = tuple[list[StoredSample], Scores, dict[str, float]]
+SAMPLING = RolloutConfig(
+    prompts_per_step=8, samples_per_prompt=4, max_response_len=3, kv_cache_len=64
+)
 PART = EvalConfig(every_steps=3, correct_part="all", pass_k=2)
 
 
@@ -77,9 +92,7 @@ def run(
 ) -> tuple[TablePolicy, MemoryLog]:
     config = Config(
         run=RunConfig(steps=steps),
-        rollout=RolloutConfig(
-            prompts_per_step=8, samples_per_prompt=4, max_response_len=3, kv_cache_len=64
-        ),
+        rollout=SAMPLING,
         algorithm=algorithm,
         reward=RewardConfig(path="unused.py"),
         drift=DriftConfig(stop_above=1e-4),
@@ -111,6 +124,82 @@ def test_stages_follow_one_another() -> None:
         *("sample", "logprobs", "reference", "train", "train", "sync"),
         *("greedy", "sample", "save"),
     ]
+
+
+class LosesOnce(LocalTrainer):
+    """Loses all samples at the second optimizer step that it is asked for."""
+
+    num_calls = 0
+
+    def train_step(self, batch: StoredBatch) -> StepStats:
+        self.num_calls += 1
+        if self.num_calls == 2:
+            raise SamplesLostError("the collector died", batch.store_N.tolist())
+        return super().train_step(batch)
+
+
+class LosingPolicy(TablePolicy):
+    num_lost = 0
+
+    def note_lost(self, num_samples: int) -> None:
+        self.num_lost += num_samples
+
+
+@dataclass
+class TakesBack(NoRecovery):
+    policy: TablePolicy
+
+    def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
+        self.before = self.policy.weights.clone()
+        return super().train(step, work)
+
+    def take_back(self) -> bool:
+        self.policy.weights = self.before
+        return True
+
+
+def test_samples_that_are_all_lost_are_drawn_again_from_the_same_prompts() -> None:
+    """An optimizer step that was taken before the loss is taken back."""
+    algorithm = AlgorithmConfig(advantage="remax", loss="policy_gradient")
+    train = TrainConfig(mini_batches=2)
+    wanted = TablePolicy(make_policy_loss(algorithm), learning_rate=12.0)
+    roles = make_roles(wanted, algorithm, MemoryLog(), [])
+    take_step(roles, algorithm, train=train, rollout=SAMPLING)
+    policy = LosingPolicy(make_policy_loss(algorithm), learning_rate=12.0)
+    log = MemoryLog()
+    roles = make_roles(policy, algorithm, log, [])
+    roles = replace(roles, trainer=LosesOnce(policy, policy.stores), recovery=TakesBack(policy))
+    take_step(roles, algorithm, train=train, rollout=SAMPLING)
+    assert torch.equal(policy.weights, wanted.weights)
+    assert policy.num_lost == 32 and log.values("batch/lost") == {1: 0.0}
+    assert roles.prompts.state_dict()["position"] == 8, "no prompt is left out"
+
+
+def test_the_background_gives_other_samples_for_those_that_are_all_lost() -> None:
+    policy = LosingPolicy(make_policy_loss(AlgorithmConfig()))
+    first, second = make_prompts(4)[:2], make_prompts(4)[2:]
+    rejected: list[tuple[int, str]] = []
+
+    class Ledger(RunLedger):
+        def reject(self, position: int, why: str) -> None:
+            rejected.append((position, why))
+
+    class Background(GivenSamples):
+        def take(self, version: WeightVersion) -> Taken:
+            prompts = [replace(prompt, position=i) for i, prompt in enumerate(prompts_left.pop(0))]
+            samples = policy.generate(prompts, 4, greedy=False, seed=0)
+            return samples, policy.reward_by(repeats_the_prompt)(samples), {}
+
+    prompts_left = [first, second]
+    log = MemoryLog()
+    roles = make_roles(policy, AlgorithmConfig(), log, [])
+    lossy = LosesOnce(policy, policy.stores)
+    lossy.num_calls = 1
+    parts: dict[str, Any] = {"background": Background([], Scores([])), "ledger": Ledger()}
+    roles = replace(roles, trainer=lossy, recovery=TakesBack(policy), **parts)
+    take_step(roles, AlgorithmConfig())
+    assert rejected == [(0, "lost"), (1, "lost")] and not prompts_left
+    assert log.samples == [(1, "train", 8)]
 
 
 def test_a_greedy_baseline_is_sampled_where_the_advantage_needs_it() -> None:

@@ -1,8 +1,8 @@
 """Which passes a step makes before it trains, how batches are cut, and who trains when."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -18,7 +18,8 @@ from mcore_rl.config import (
     KLConfig,
     TrainConfig,
 )
-from mcore_rl.loops.roles import Roles
+from mcore_rl.logs.ledger.ledger import RunLedger
+from mcore_rl.loops.roles import NoRecovery, Roles
 from mcore_rl.loops.training import (
     add_logprobs,
     add_logprobs_and_values,
@@ -34,6 +35,7 @@ from mcore_rl.types import (
     StoredColumn,
     StoredSample,
     TokenScores,
+    WeightVersion,
 )
 from mcore_rl.types.scores import Scores
 from tests.support.optimizer_steps import CountingCritic, options_of, roles_of, sampled
@@ -46,6 +48,8 @@ from tests.support.prepared import (
 )
 from tests.support.stored import make_stored
 from tests.support.table_policy import MemoryLog, TablePolicy
+
+T = TypeVar("T")
 
 
 @pytest.mark.parametrize(
@@ -226,6 +230,69 @@ def test_samples_lost_before_training_are_left_out_with_their_scores() -> None:
     log: Any = roles.log
     assert log.values("batch/lost") == {1: 6.0} and log.values("rollout/samples") == {1: 6.0}
     assert log.samples == [(1, "train", len(samples))], "all that were drawn"
+
+
+class LosesStateInSync(NoRecovery):
+    """A node with a step's state and samples is lost in the sync; the step is done again."""
+
+    def __init__(self, lose: Callable[[], None]) -> None:
+        self._lose = lose
+        self.work: Callable[[], object] = lose
+
+    def train(self, step: int, work: Callable[[], T]) -> tuple[T, Mapping[str, float]]:
+        self.work = work
+        return super().train(step, work)
+
+    def repeat(self, work: Callable[[], T]) -> T:
+        work()
+        self._lose()
+        self.work()
+        return work()
+
+
+class BookedSteps(RunLedger):
+    """A ledger that keeps which samples steps were trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained: list[list[StoredSample]] = []
+
+    def note_step(
+        self,
+        step: int,
+        samples: Sequence[StoredSample],
+        scores: Scores,
+        kept: Sequence[StoredSample],
+    ) -> None:
+        self.trained.append(list(kept))
+
+
+class Probed:
+    """A weight sync that keeps the stores of its probes."""
+
+    def __init__(self) -> None:
+        self.stores: list[set[int]] = []
+
+    def sync(self, version: WeightVersion, probe: StoredBatch) -> Mapping[str, float]:
+        self.stores.append(set(probe.store_N.tolist()))
+        return {}
+
+
+def test_a_step_that_is_done_again_with_fewer_samples_is_logged_as_such() -> None:
+    trainer, advantages, roles, samples = make_losing_step(lost=2)
+
+    def lose() -> None:
+        trainer.lost = SamplesLostError("collector 1 died", [1])
+
+    weights, ledger = Probed(), BookedSteps()
+    roles = replace(roles, recovery=LosesStateInSync(lose), weights=weights, ledger=ledger)
+    metrics = take_step(roles, AlgorithmConfig(), train=TrainConfig(mini_batches=2))
+    kept = [sample for sample in samples if sample.lease.store == 0]
+    assert len(kept) == 6 and advantages.samples == kept
+    log: Any = roles.log
+    assert log.values("batch/lost") == {1: 6.0} and log.values("rollout/samples") == {1: 6.0}
+    assert metrics["rollout/samples"] == 6 and ledger.trained == [kept]
+    assert weights.stores == [{0, 1}, {0}]
 
 
 def test_nothing_left_of_a_step_is_an_error() -> None:

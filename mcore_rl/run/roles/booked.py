@@ -169,6 +169,9 @@ class BookedRecovery:
     def repeat(self, work: Callable[[], T]) -> T:
         return self._recovery.repeat(self._watch("sync", work))
 
+    def take_back(self) -> bool:
+        return self._recovery.take_back()
+
     def save(self, step: int, work: Callable[[], None]) -> None:
         self._recovery.save(step, self._watch("save", work))
         self._ledger.note_save(step)

@@ -158,6 +158,10 @@ class RankRecovery:
             except Exception as error:
                 self.recover(error)
 
+    def take_back(self) -> bool:
+        self.repeat(lambda: self._restore(self._trained.step))
+        return True
+
     def save(self, step: int, work: Callable[[], None]) -> None:
         self._save = (step, work)
         self.repeat(work)
@@ -243,11 +247,7 @@ class RankRecovery:
                 f"the state of step {wanted} is not whole in the memory of all ranks:"
                 " the same command continues from the newest checkpoint"
             )
-        for model in of.models:
-            of.gpus.load(model.role, ALL)
-            model.restore_state(step)
-        if of.rewound is not None:
-            of.rewound.load_state_dict(deepcopy(dict(self._rewound[step])))
+        self._restore(step)
         if step < wanted:
             self._trained.work()
             self._keep(wanted)
@@ -255,6 +255,14 @@ class RankRecovery:
         of.renew()
         of.settle()
         return step
+
+    def _restore(self, step: int) -> None:
+        """Have models and advantages go back to their state after `step`."""
+        for model in self._of.models:
+            self._of.gpus.load(model.role, ALL)
+            model.restore_state(step)
+        if self._of.rewound is not None:
+            self._of.rewound.load_state_dict(deepcopy(dict(self._rewound[step])))
 
     def _restart(self, model: KeptModel) -> None:
         before = model.dp_size

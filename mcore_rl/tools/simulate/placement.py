@@ -481,6 +481,9 @@ class SimulatedRecovery:
             finally:
                 self._clock.cut = None
 
+    def take_back(self) -> bool:
+        return False  # no samples are lost here
+
     def save(self, step: int, work: Callable[[], None]) -> None:
         self.repeat(work)
 

@@ -11,6 +11,7 @@ import pytest
 
 from mcore_rl.cluster.answers import RankDiedError, RankError, RankFaultError, RankLostError
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.process.lost_samples import SamplesLostError
 from mcore_rl.run.roles import recovery as recovery_module
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.recovery import RankRecovery, Recovered
@@ -287,6 +288,22 @@ def test_a_step_whose_state_was_lost_with_its_node_is_trained_again(tmp_path: Pa
 
     assert scene.recovery.repeat(sync) == wanted[1]
     assert scene.train(3) == wanted[2]
+
+
+def test_what_failed_work_has_trained_is_taken_back(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path, 2)
+    scene = Scene(tmp_path)
+    scene.train(1)
+
+    def fail() -> None:
+        raise SamplesLostError("collector 0 died", [0])
+
+    with pytest.raises(SamplesLostError):
+        scene.train(2, fail)
+    assert scene.recovery.take_back()
+    scene.trainer.die()
+    assert scene.recovery.take_back(), "ranks may be lost then, too"
+    assert scene.train(2) == wanted[1]
 
 
 def test_an_error_of_the_work_itself_is_raised(tmp_path: Path) -> None:
