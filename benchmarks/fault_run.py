@@ -29,6 +29,8 @@ MARK = "MCORE_RL_FAULTS_RUN"
 POLL_S = 0.02
 LEFT_S = 30.0
 """Processes may take so long to go after the end of their run."""
+DRAINED_S = 120.0
+"""So may a process after SIGTERM: SGLang first ends all requests."""
 GOES_ON_S = 240.0
 """A run that takes no step for so long hangs."""
 ENDS_S = 120.0
@@ -237,6 +239,7 @@ def strike(run: TrainRun, fault: Fault) -> Struck:
     struck = Struck(fault.number, fault.kind, fault.how, run.count_steps())
     began_s = time.monotonic()
     problems: list[str] = []
+    _wait_while(run, lambda: not run.find(victim))
     found = run.find(victim)
     if not found:
         problems.append(f"no process of kind {fault.kind}")
@@ -278,8 +281,9 @@ def _follow(run: TrainRun, struck: Struck, ends: bool, problems: list[str]) -> N
         if not ends:
             problems.append("the run ended")
     problems += [f"left after the end: {title}" for title in run.end()]
+    again = run.count_steps() + 1
     run.start()
-    if not run.wait_for_step(wanted, AGAIN_S):
+    if not run.wait_for_step(again, AGAIN_S):
         problems.append(f"the same command did not go on: {run.tail(300)!r}")
 
 
@@ -368,7 +372,7 @@ def _find_survivors(
     """Return problems: a victim that lives after its fault, or a process that was below it."""
     if how == DISK:
         return []
-    until_s = time.monotonic() + LEFT_S
+    until_s = time.monotonic() + (DRAINED_S if how == "SIGTERM" else LEFT_S)
     while any(map(is_alive, (process, *below))) and time.monotonic() < until_s:
         time.sleep(POLL_S)
     living = [p for p in (process, *below) if is_alive(p)]
