@@ -369,7 +369,8 @@ class RankGroup:
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, SystemExit):  # On SystemExit, Ray is ending or dead.
             self.kill()
-        self._failed = error
+        if self._failed is None:  # later errors follow from the first one
+            self._failed = error
 
 
 async def guard(work: Awaitable[T], *watches: Awaitable[None]) -> T:

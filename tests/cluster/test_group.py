@@ -153,6 +153,9 @@ def test_lost_ranks_are_replaced_and_built_anew(tmp_path: Path) -> None:
         os.kill(before[1], signal.SIGKILL)
         loss = group.find_loss(wait_s=10.0)
         assert isinstance(loss, RankDiedError) and loss.ranks == (1,)
+        with pytest.raises(RankError, match="after the ranks were stopped"):
+            asyncio.run(group._call_async("tell"))
+        assert group.find_loss(wait_s=0.0) is loss, "what comes later does not hide it"
         group.restart()
         after = group._group.pids()
         assert not set(before) & set(after) and wait_until_gone(before) == []
