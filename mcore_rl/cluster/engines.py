@@ -7,12 +7,23 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.cluster.answers import Answers, RankDiedError, RankError
-from mcore_rl.cluster.group import WATCH_INTERVAL_S, WATCHED_CALLS
+from mcore_rl.cluster.engine_servers import (
+    combine_states,
+    pick_first_of_each_engine,
+    plan_servers,
+)
+from mcore_rl.cluster.group import (
+    LIVING_S,
+    WATCH_INTERVAL_S,
+    WATCHED_CALLS,
+    StartActor,
+    start_actor,
+)
 from mcore_rl.cluster.independent_ranks import IndependentRanks
 from mcore_rl.cluster.placement import ROOM_S, find_room
 from mcore_rl.cluster.rank_actor import node_address
@@ -20,7 +31,7 @@ from mcore_rl.config.deadlines import STOPPED_S, answer_s
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.process_state import RestartBudget
-from mcore_rl.rollout.engine_health import EngineHealth, EngineState, JoinedEngine
+from mcore_rl.rollout.engine_health import EngineHealth, JoinedEngine
 from mcore_rl.rollout.engine_spec import EngineAddress, EngineSpec
 from mcore_rl.workers.engine_worker import EngineWorker, RestartCounts
 
@@ -60,17 +71,22 @@ class EngineGroup:
         weights_stay: bool = False,
         min_engines: int | None = None,
         moves: bool = False,
+        start: StartActor = start_actor,
+        living: Sequence[Any] = (),
     ) -> None:
-        """Start the workers' processes, without waiting for them.
+        """Start the workers' processes, without waiting for them, unless they are `living`.
 
         `slots` holds, for each engine, one slot per machine. `role` names workers and logs.
         `weights_stay`: a restarted engine loads its weights from disk and needs no weight sync.
         When workers are lost, the run goes on with `min_engines` engines or more; None: all.
-        `moves`: they are started again on other nodes, or on theirs if it lives.
+        `moves`: they are started again on other nodes, or on theirs if it lives. `living`: actors
+        with servers that an earlier controller of the same run has left.
         """
+        self._goes_on = bool(living)
         self._weights_stay = weights_stay
         self._moves = moves
         self._slots = list(slots)
+        self._num_started = len(slots)
         self._log_dir = log_dir
         self._free_slots: list[Sequence[Slot]] = []
         """Those of engines that were taken out; engines that are added use them first."""
@@ -85,7 +101,7 @@ class EngineGroup:
         self._has_gpus = any(slot.bundle.get("GPU") for of_engine in slots for slot in of_engine)
         self._restarts = [RestartCounts(0, 0)] * len(slots)
         self._group = IndependentRanks(
-            role, [slot for engine_slots in slots for slot in engine_slots], log_dir
+            role, list(chain(*slots)), log_dir, start=start, living=living
         )
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None
@@ -99,33 +115,58 @@ class EngineGroup:
         gpu_ids: Sequence[str] = (),
         stopped_s: float = STOPPED_S,
     ) -> None:
-        """Begin to start the servers, one spec per engine; `wait_built` waits for them.
+        """Begin to start the servers, one spec per engine, unless they are there.
+
+        `wait_built` waits for them.
 
         `gpu_ids` has a GPU for each rank of each engine; if empty, the engines use the GPUs that
         Ray assigned to their workers. A server that dies later is restarted, up to `max_restarts`
         times an hour, and so is a server with a process that is stopped for `stopped_s`.
         """
+        self._specs = list(specs)
+        self._max_restarts = max_restarts
+        self._startup_timeout_s = timeout_s
+        self._limits = (timeout_s, max_restarts, stopped_s, node_address)
+        if self._goes_on:
+            return
         if max(self._nodes_per_engine) > 1:
             meeting_points = self._group.find_meeting_points(timeout_s)
         else:
             meeting_points = []
         if not gpu_ids and self._has_gpus:
             gpu_ids = list(chain.from_iterable(self._group.gpu_ids(timeout_s)))
-        self._specs = list(specs)
-        self._max_restarts = max_restarts
-        self._startup_timeout_s = timeout_s
-        self._limits = (timeout_s, max_restarts, stopped_s, node_address)
         server_specs = plan_servers(specs, self._nodes_per_engine, meeting_points, gpu_ids)
         args = [(spec, engine, *self._limits) for engine, spec in server_specs]
         self._building = self._group.start_build(self.worker_cls, args, answer_s(timeout_s))
 
+    async def _end_last_calls(self) -> None:
+        """Have engines that go on end what their controller asked for; replace those that fail."""
+        limit_s = min(LIVING_S, self._call_timeout_s)
+        ranks = range(len(self._group.ranks))
+        answers = await self._group.gather_living(
+            ranks, "end_requests", limit_s, deadline_s=limit_s, losses=RankError
+        )
+        errors = {rank: error for rank, error in answers.items() if isinstance(error, RankError)}
+        failed = [e for e, servers in enumerate(self._list_servers()) if errors.keys() & servers]
+        for error in errors.values():
+            _log.warning("%s", error)
+        await asyncio.gather(*(self._start_again(engine) for engine in failed))
+
+    def list_actors(self) -> list[Any]:
+        """Return the workers' actors; [] if engines were added or taken out."""
+        is_as_started = not self._left and len(self._slots) == self._num_started
+        return self._group.actors if is_as_started else []
+
     def wait_built(self) -> list[EngineAddress]:
         """Wait until the engines are healthy; return their addresses in the order of the specs."""
-        assert self._building is not None, "start_build comes first"
         if self._addresses is not None:
             return self._addresses
-        self._group.finish(self._building)
-        self._group.check_environment(self._call_timeout_s)
+        if self._goes_on:
+            asyncio.run(self._end_last_calls())
+        else:
+            assert self._building is not None, "start_build comes first"
+            self._group.finish(self._building)
+            self._group.check_environment(self._call_timeout_s)
         server_addresses = self._group.call_all("address", deadline_s=self._call_timeout_s)
         self._addresses = pick_first_of_each_engine(server_addresses, self._nodes_per_engine)
         self.health = EngineHealth([address.url for address in self._addresses], self._weights_stay)
@@ -414,73 +455,3 @@ class EngineGroup:
         """Return the ranks of each engine's workers."""
         firsts = [0, *accumulate(self._nodes_per_engine)]
         return [range(first, end) for first, end in pairwise(firsts)]
-
-
-def plan_servers(
-    specs: Sequence[EngineSpec],
-    nodes_per_engine: Sequence[int],
-    meeting_points: Sequence[tuple[str, int]],
-    gpu_ids: Sequence[str],
-) -> list[tuple[int, EngineSpec]]:
-    """Return (engine index, spec) of every server: one per node of each engine, in order.
-
-    `meeting_points` has an (address, port) by server; it may be empty if no engine spans nodes.
-    `gpu_ids` are handed out in order, tp * pp for each engine; if empty, no server is told which
-    GPUs to use.
-    """
-    servers: list[tuple[int, EngineSpec]] = []
-    remaining_gpus = iter(gpu_ids)
-    for engine, (spec, num_nodes) in enumerate(zip(specs, nodes_per_engine, strict=True)):
-        meeting_point = None
-        node_addresses: tuple[str, ...] = ()
-        if num_nodes > 1:
-            address, port = meeting_points[len(servers)]
-            meeting_point = f"{address}:{port}"
-            of_nodes = meeting_points[len(servers) : len(servers) + num_nodes]
-            node_addresses = tuple(address for address, _ in of_nodes)
-        ranks_per_node = spec.tp * spec.pp // num_nodes
-        for node_rank in range(num_nodes):
-            server_spec = replace(
-                spec,
-                num_nodes=num_nodes,
-                node_rank=node_rank,
-                dist_init_addr=meeting_point,
-                node_addresses=node_addresses,
-                gpu_ids=tuple(islice(remaining_gpus, ranks_per_node)),
-            )
-            servers.append((engine, _give_own_log(server_spec)))
-    return servers
-
-
-def combine_states(
-    server_states: Sequence[EngineState], nodes_per_engine: Sequence[int]
-) -> list[EngineState]:
-    """Return each engine's state, from the states of its servers.
-
-    An engine's restart count is the highest of its servers. The engine is healthy if its first
-    server, which waits for the others, is healthy and has this count.
-    """
-    remaining = iter(server_states)
-    states = []
-    for num_nodes in nodes_per_engine:
-        engine_servers = list(islice(remaining, num_nodes))
-        first = engine_servers[0]
-        restarts = max(state.restarts for state in engine_servers)
-        healthy = first.healthy and first.restarts == restarts
-        states.append(replace(first, restarts=restarts, healthy=healthy))
-    return states
-
-
-def pick_first_of_each_engine(values: Sequence[T], nodes_per_engine: Sequence[int]) -> list[T]:
-    """Return the values of the servers on the engines' first nodes, given a value per server."""
-    first_servers = accumulate(nodes_per_engine[:-1], initial=0)
-    return [values[server] for server in first_servers]
-
-
-def _give_own_log(spec: EngineSpec) -> EngineSpec:
-    """Return the spec; on all nodes but the first, with the node in the log's name."""
-    if spec.node_rank == 0:
-        return spec
-    log = Path(spec.log_path)
-    name = f"{log.stem}_node{spec.node_rank}{log.suffix}"
-    return replace(spec, log_path=str(log.with_name(name)))

@@ -6,7 +6,7 @@ If one rank fails, all end, as they wait for one another; see independent_ranks.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,39 +34,74 @@ BULK = "bulk"
 BULK_THREADS = 8
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
+LIVING_S = 60.0
+"""How long processes that an earlier controller left may be busy with its last call."""
 WATCHED_CALLS = 3
 """A busy rank answers a health check late: after at most so many of its calls."""
 
 
-def start_actor(
-    rank: Rank,
-    slot: Slot,
-    runtime_env: Mapping[str, Any] | None,
-    threads: int,
-    returns: bool = False,
-) -> Any:
-    """Return the handle of a new RankActor, which answers up to `threads` calls at once.
+@dataclass(frozen=True)
+class ActorPlan:
+    """A RankActor, which answers up to `threads` calls at once.
 
-    An actor with several threads has additional threads for calls of the group BULK. `returns`: if
-    the process dies, Ray restarts it without its worker; the handle stays valid.
+    With several threads it has additional ones for calls of the group BULK.
+
+    name         Ray titles the process after it: `ps` shows ray::trainer_rank0
+    threads_set  the number of threads that the user has set, which applies to every process
+    folder       the controller's working folder
+    returns      if the process dies, Ray restarts it without its worker; the handle stays valid
     """
-    # Ray titles the process after the class: `ps` shows ray::trainer_rank0
-    actor_cls: Any = type(f"{rank.role}_rank{rank.index}", (RankActor,), {})
+
+    name: str
+    log_path: str
+    slot: Slot
+    runtime_env: Mapping[str, Any] | None
+    threads: int
+    threads_set: str | None
+    folder: str
+    returns: bool = False
+
+    @staticmethod
+    def make(
+        rank: Rank,
+        slot: Slot,
+        runtime_env: Mapping[str, Any] | None,
+        threads: int,
+        returns: bool = False,
+    ) -> "ActorPlan":
+        return ActorPlan(
+            name=f"{rank.role}_rank{rank.index}",
+            log_path=str(rank.log_path),
+            slot=slot,
+            runtime_env=runtime_env,
+            threads=threads,
+            threads_set=os.environ.get(THREADS),
+            folder=os.getcwd(),
+            returns=returns,
+        )
+
+
+StartActor = Callable[[ActorPlan], Any]
+
+
+def start_actor(plan: ActorPlan) -> Any:
+    """Return the handle of a new RankActor, which ends together with this process."""
+    slot = plan.slot
+    actor_cls: Any = type(plan.name, (RankActor,), {})
     options: dict[str, Any] = {
         "num_cpus": slot.bundle["CPU"],
         "num_gpus": slot.bundle.get("GPU", 0),
-        "max_concurrency": threads,
-        "max_restarts": -1 if returns else 0,
+        "max_concurrency": plan.threads,
+        "max_restarts": -1 if plan.returns else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(slot.group, slot.bundle_index),
     }
-    if runtime_env is not None:
-        options["runtime_env"] = dict(runtime_env)
+    if plan.runtime_env is not None:
+        options["runtime_env"] = dict(plan.runtime_env)
     make_remote: Any = ray.remote
-    if threads > 1:
+    if plan.threads > 1:
         make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
-    # A number of threads that the user has set applies to every process.
-    cores = (slot.sharers, os.environ.get(THREADS)) if slot.sharers else None
-    return make_remote(actor_cls).options(**options).remote(str(rank.log_path), cores, os.getcwd())
+    cores = (slot.sharers, plan.threads_set) if slot.sharers else None
+    return make_remote(actor_cls).options(**options).remote(plan.log_path, cores, plan.folder)
 
 
 class RankGroup:
@@ -86,15 +121,18 @@ class RankGroup:
         threads: int = 1,
         returns: bool = False,
         stopped_s: float | None = None,
+        start: StartActor = start_actor,
+        living: Sequence[Any] = (),
     ) -> None:
-        """Start the processes, without waiting for them.
+        """Start the processes, without waiting for them, unless they are `living`.
 
         Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's runtime environments
         by rank. Each rank answers up to `threads` calls at once. `returns`: Ray restarts a process
         that died. `stopped_s`: how long a process may be stopped within a call; None: until its
-        deadline.
+        deadline. `living`: actors that an earlier controller has left.
         """
         self._stopped_s = stopped_s
+        self._start = start
         envs = runtime_envs or {}
         self.role = role
         names = name_nodes() if slots else {}
@@ -102,8 +140,8 @@ class RankGroup:
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))
             for k, slot in enumerate(slots)
         ]
-        self._actors = [
-            start_actor(rank, slot, envs.get(rank.index), threads, returns)
+        self._actors = list(living) or [
+            start(ActorPlan.make(rank, slot, envs.get(rank.index), threads, returns))
             for rank, slot in zip(self.ranks, slots, strict=True)
         ]
         self.ranks = [

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from mcore_rl.cluster.answers import Answers, Rank, RankDiedError, RankError
-from mcore_rl.cluster.group import RankGroup, name_nodes, start_actor
+from mcore_rl.cluster.group import ActorPlan, RankGroup, name_nodes
 from mcore_rl.planning.slots import Slot
 
 _POLL_S = 0.2
@@ -25,7 +25,7 @@ class IndependentRanks(RankGroup):
         for slot in slots:
             k = len(self.ranks)
             rank = Rank(self.role, k, log_dir / f"{self.role}_rank{k}.log")
-            actor = start_actor(rank, slot, None, threads=1)
+            actor = self._start(ActorPlan.make(rank, slot, None, threads=1))
             self._actors.append(actor)
             self.ranks.append(rank.name_process(slot.node, actor.pid.remote()))
 
@@ -33,7 +33,7 @@ class IndependentRanks(RankGroup):
         """Start processes in place of those of some ranks, which are killed if they still live."""
         for k, slot in ranks.items():
             ray.kill(self._actors[k])
-            self._actors[k] = start_actor(self.ranks[k], slot, None, threads=1)
+            self._actors[k] = self._start(ActorPlan.make(self.ranks[k], slot, None, threads=1))
             self.ranks[k] = self.ranks[k].name_process(slot.node, self._actors[k].pid.remote())
 
     async def find_node(self, rank: int, deadline_s: float) -> str:

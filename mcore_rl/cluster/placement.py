@@ -3,9 +3,10 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -68,10 +69,20 @@ def find_gpus_per_node() -> int:
 
 
 def reserve_in_ray(
-    size: RunSize, rollout: RolloutConfig, cluster: ClusterConfig, timeout_s: float
+    size: RunSize,
+    rollout: RolloutConfig,
+    cluster: ClusterConfig,
+    timeout_s: float,
+    run: Callable[[Callable[[], Any]], Any] = lambda function: function(),
 ) -> RunSlots:
-    """Reserve slots for the processes of a run within `timeout_s`; see planning.slots."""
-    in_ray = partial(reserve, timeout_s=timeout_s)
+    """Reserve slots for the processes of a run within `timeout_s`; see planning.slots.
+
+    run   calls a function in the process that the slots end with
+    """
+
+    def in_ray(plans: Sequence[Sequence[Bundle]], spread: Collection[int] = ()) -> list[list[Slot]]:
+        return run(partial(reserve, plans, timeout_s, spread))
+
     return reserve_slots(size, rollout, cluster, find_gpus_per_node(), in_ray)
 
 

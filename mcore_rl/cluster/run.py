@@ -4,7 +4,6 @@ All processes are gone when the block of `run_processes` ends.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -20,11 +19,13 @@ from mcore_rl.cluster.adapter_slots import make_adapter_slots
 from mcore_rl.cluster.breakpoints import answer_in_controller, name_breakpoints
 from mcore_rl.cluster.collectors import CollectorGroup, CollectorLimits
 from mcore_rl.cluster.colocated_engines import ColocatedEngines, Returns
+from mcore_rl.cluster.engine_specs import make_engine_spec
 from mcore_rl.cluster.engines import EngineGroup
 from mcore_rl.cluster.environment import make_nsys_environments
 from mcore_rl.cluster.group import guard
 from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.nodes import list_alive_nodes
+from mcore_rl.cluster.outliving import Outliving, open_outliving
 from mcore_rl.cluster.placement import (
     find_gpus_per_node,
     report_placement,
@@ -34,9 +35,9 @@ from mcore_rl.cluster.placement import (
 from mcore_rl.cluster.served_engines import ServedEngines
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.shared_folder import bring_run_files
+from mcore_rl.cluster.state_keepers import StateKeepers
 from mcore_rl.config import (
     Config,
-    DriftConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -47,22 +48,14 @@ from mcore_rl.config import (
     ServedModelConfig,
     TrainConfig,
 )
-from mcore_rl.config.deadlines import Deadlines, limit_batch, limit_stopped
-from mcore_rl.config.upstream.values import server_arguments
+from mcore_rl.config.deadlines import Deadlines, limit_stopped
 from mcore_rl.planning.bundles import RunSize, plan_run
 from mcore_rl.planning.recipe_models import make_critic_training, shares_frozen
 from mcore_rl.planning.slots import RunSlots, Slot
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.process.server_keys import ServerKeys
-from mcore_rl.rollout.adapters import AdapterSlots
-from mcore_rl.rollout.engine_spec import EngineSpec
-from mcore_rl.rollout.indexer_topk import IndexerTopkShape
-from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.served_models import ServedEndpoint, check_served_path, find_endpoint
-from mcore_rl.rollout.speculation import Speculation, make_speculation
-from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
 from mcore_rl.workers.collector_worker import CollectorSpec
 from mcore_rl.workers.model_worker import ModelSpec
 
@@ -86,8 +79,12 @@ class RunProcesses:
         groups: Groups,
         served_engines: ServedEngines,
         keys: ServerKeys,
+        outliving: Outliving,
     ) -> None:
-        """`keys`: the keys of the run's servers; a resumed run makes new keys."""
+        """`keys`: those of the run's servers, which are new unless engines go on.
+
+        outliving   what of these processes outlives this one
+        """
         self._config = config
         self._policy = policy
         self._log_dir = log_dir
@@ -95,6 +92,7 @@ class RunProcesses:
         self._trainer, self._critic, self._engines, self.collectors = groups
         self.served_engines = served_engines
         self.keys = keys
+        self.outliving = outliving
         self.recovers = False
         """Whether lost ranks of trainer and critic are recovered."""
         self.recover_beside_sampling: Callable[[Exception], None] | None = None
@@ -169,7 +167,7 @@ class RunProcesses:
         has_trainer = self._trainer is not None
         adapters = make_adapter_slots(config.train.lora, self._policy, has_trainer=has_trainer)
         specs = [
-            engine_spec(
+            make_engine_spec(
                 config.model,
                 config.rollout,
                 config.drift,
@@ -202,6 +200,21 @@ class RunProcesses:
         num_ranks = sum(group.world_size for group in (trainer, self._critic) if group is not None)
         most = self._config.run.recovery.limit_restarts(num_ranks)
         return Returns(trainer.find_seats, lambda: self.recovers, most)
+
+    def note_done(self, positions: bytes, keepers: StateKeepers) -> None:
+        """Have another controller go on with these processes, from the loop's positions.
+
+        Does nothing where they end with this one. Ranks of another layout than the recipe's do not
+        go on.
+        """
+        models = {group.role: group for group in (self._trainer, self._critic) if group is not None}
+        if any(group.was_resized for group in models.values()):
+            self.outliving.forget()
+            return
+        actors = {role: group.actors for role, group in models.items()}
+        if self._engines is not None:
+            actors["engines"] = self._engines.list_actors()
+        self.outliving.note(actors, keepers.describe(), positions)
 
     @property
     def are_engines_colocated(self) -> bool:
@@ -307,35 +320,46 @@ def run_processes(
     timeout_s = config.run.call_timeout_s
     num_cpus = size.num_cpus(config.cluster.cpus_per_rank)
     startup_s = config.run.startup_timeout_s
-    keys = ServerKeys.make()
     naming = name_breakpoints() if config.run.debug else nullcontext()
     with (
         open_ray_session(config.cluster, num_cpus, startup_s),
         answer_in_controller(timeout_s),
         naming,
+        open_outliving(config, command) as outliving,
     ):
-        slots = reserve_in_ray(size, config.rollout, config.cluster, startup_s)
+        reserving = size, config.rollout, config.cluster, startup_s, outliving.run
+        slots = outliving.slots or reserve_in_ray(*reserving)
+        outliving.begin(slots, keys := outliving.keys or ServerKeys.make())
         for line in report_placement(slots, list_alive_nodes()):
             _log.info(line)
-        trainer, critic = _start_models(config.run, config.profile, slots, log_dir)
-        engines, collectors = _start_sampling(config, size, slots, log_dir, collector)
+        trainer, critic = _start_models(config.run, config.profile, slots, log_dir, outliving)
+        engines, collectors = _start_sampling(config, size, slots, log_dir, collector, outliving)
         served_engines = ServedEngines(
             size.served, slots.served, log_dir, timeout_s, remote, keys, size.colocated_served
         )
         started = (trainer, critic, engines, collectors)
         with _run_files(config.run, log_dir, started), closing(EventLoop()) as event_loop:
-            yield RunProcesses(config, policy, log_dir, event_loop, started, served_engines, keys)
+            yield RunProcesses(
+                config, policy, log_dir, event_loop, started, served_engines, keys, outliving
+            )
             if collectors is not None:
                 collectors.close()
 
 
 def _start_sampling(
-    config: Config, size: RunSize, slots: RunSlots, log_dir: Path, collector: CollectorSpec | None
+    config: Config,
+    size: RunSize,
+    slots: RunSlots,
+    log_dir: Path,
+    collector: CollectorSpec | None,
+    outliving: Outliving,
 ) -> tuple[EngineGroup | None, CollectorGroup | None]:
     """Start the processes of engines and collectors, as far as the command has any."""
     engines = None
     if size.engines:
-        make = ColocatedEngines if size.engines_colocated else partial(EngineGroup, moves=True)
+        start, living = outliving.start, outliving.find_living("engines")
+        apart = partial(EngineGroup, moves=True, start=start, living=living)
+        make = ColocatedEngines if size.engines_colocated else apart
         least = config.rollout.min_engines
         engines = make(slots.engines, log_dir, config.run.call_timeout_s, min_engines=least)
     if collector is None:
@@ -352,18 +376,24 @@ def _start_sampling(
 
 
 def _start_models(
-    run: RunConfig, profile: ProfileConfig, slots: RunSlots, log_dir: Path
+    run: RunConfig, profile: ProfileConfig, slots: RunSlots, log_dir: Path, outliving: Outliving
 ) -> tuple[TrainerGroup | None, CriticGroup | None]:
     """Start the processes of trainer and critic, as far as there are slots for them."""
+    start, keepers = outliving.start, outliving.find_keepers(run.call_timeout_s)
     timeout_s = run.call_timeout_s
     # Whoever debugs a rank stops it.
     stopped_s = None if run.debug else limit_stopped(timeout_s)
     nsys = make_nsys_environments(profile, log_dir.parent / "profile")
     trainer = critic = None
     if slots.trainer:
-        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys, stopped_s)
+        living = outliving.find_living("trainer")
+        trainer = TrainerGroup(slots.trainer, log_dir, timeout_s, nsys, stopped_s, start, living)
     if slots.critic:
-        critic = CriticGroup(slots.critic, log_dir, timeout_s, stopped_s=stopped_s)
+        living = outliving.find_living("critic")
+        critic = CriticGroup(slots.critic, log_dir, timeout_s, None, stopped_s, start, living)
+    for group in filter(None, (trainer, critic)):
+        if keepers is not None:
+            group.find_kept_with(keepers)
     return trainer, critic
 
 
@@ -408,84 +438,3 @@ def _limit_collectors(
         restarts=rollout.restarts,
         stopped_s=None if run.debug else limit_stopped(run.call_timeout_s),
     )
-
-
-def _choose_speculation(rollout: RolloutConfig) -> Speculation | None:
-    return make_speculation(rollout.speculate, rollout.speculate_tokens, rollout.speculate_when)
-
-
-def engine_spec(
-    model: ModelConfig,
-    rollout: RolloutConfig,
-    drift: DriftConfig,
-    policy: ModelFacts,
-    log_path: Path,
-    keys: ServerKeys,
-    *,
-    seed: int,
-    can_release_memory: bool = False,
-    adapters: AdapterSlots | None = None,
-) -> EngineSpec:
-    """Return the spec of the policy's engines, which start with weights of version 0.
-
-    seed                 run.seed
-    can_release_memory   engines are on the trainer ranks' GPUs
-    adapters             that engines serve beside the policy's weights
-
-    Engines of random, quantized or packed models start with dummy weights; the first weight sync
-    brings the real weights, from ranks that decode INT4 and FP8 files as they read them.
-    """
-    return EngineSpec(
-        model_path=model.path,
-        log_path=str(log_path),
-        dtype=model.dtype,
-        tp=rollout.tp,
-        ep=rollout.ep,
-        pp=rollout.pp,
-        attention_dp=rollout.attention_dp,
-        kv_cache_len=rollout.kv_cache_len,
-        max_running=rollout.max_concurrency,
-        deterministic=rollout.deterministic,
-        routed_experts=experts_shape(drift, policy) is not None,
-        indexer_topk=indexer_shape(drift, policy) is not None,
-        trust_remote_code=model.trust_remote_code,
-        custom_weight_loaders=(LOADER,),
-        keys=keys,
-        can_release_memory=can_release_memory,
-        speculation=_choose_speculation(rollout),
-        adapters=adapters,
-        seed=seed,
-        compiled=rollout.compiled,
-        share_prompts=rollout.share_prompts,
-        batch_timeout_s=limit_batch(rollout.request_timeout_s),
-        extra_args=(
-            *_list_weight_arguments(model, rollout.quantization == "fp8", policy),
-            *server_arguments(rollout.sglang),
-        ),
-    )
-
-
-def _list_weight_arguments(model: ModelConfig, is_fp8: bool, policy: ModelFacts) -> list[str]:
-    """Return SGLang's arguments for the weights that an engine starts with."""
-    # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
-    arguments = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or policy.is_packed or model.init == "random":
-        arguments += ["--load-format", "dummy"]
-    if is_fp8 or policy.is_packed:
-        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
-        arguments += ["--json-model-override-args", quantized]
-    return arguments
-
-
-def experts_shape(drift: DriftConfig, policy: ModelFacts) -> RoutedExpertsShape | None:
-    """Return the shape of the experts that engines report, or None if they report none."""
-    if not drift.routed_experts or not policy.has_experts:
-        return None
-    return RoutedExpertsShape(policy.moe_layers, policy.experts_per_token, policy.num_experts)
-
-
-def indexer_shape(drift: DriftConfig, policy: ModelFacts) -> IndexerTopkShape | None:
-    """Return the shape of the chosen keys that engines report, or None if they report none."""
-    if not drift.indexer_topk:
-        return None
-    return IndexerTopkShape(policy.sizes["layers"], policy.sizes["index_topk"])

@@ -79,7 +79,7 @@ class SafeJob(JobConfig):
 
 
 class RayLostError(SystemExit):
-    """A process of Ray died that this process had started, and with it the ranks.
+    """A process died that owned the ranks: one of Ray's, or the holder of the run.
 
     The error derives from SystemExit so that nothing catches it: any further call to Ray would
     hang.
@@ -100,7 +100,7 @@ def open_ray_session(
     set_defaults(several_hosts=config.address is not None)
     ray._private.worker._worker_logs_enabled = False  # Only RankError reports a rank's death.
     if config.address is not None:
-        with _shut_down():
+        with _exit_if_ray_is_lost(), _shut_down():
             _join(config.address)
             if config.num_nodes > 1:
                 wait_for_nodes(config.num_nodes, startup_timeout_s)

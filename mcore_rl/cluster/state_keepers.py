@@ -6,13 +6,13 @@
 
 Where all ranks are on the controller's machine, the controller is the keeper and there is no
 partner: a rank that dies leaves its state behind, and so does a controller that starts again. With
-several nodes each has a process as its keeper, and a state that was lost with its node comes back
-from the partner. Ranks that others replace in another layout are retired: their copies are read,
-until those of the others are whole.
+several nodes, or where ranks outlive their controller, each node has a process as its keeper, and a
+state that was lost with its node comes back from the partner. Ranks that others replace in another
+layout are retired: their copies are read, until those of the others are whole.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -90,7 +90,7 @@ def _cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass
-class _Place:
+class StatePlace:
     """Where the copies of a rank's state lie: on `node`, and again on `partner` ("": nowhere)."""
 
     num_bytes: int
@@ -107,30 +107,63 @@ class Copy:
     header: Header
 
 
+@dataclass(frozen=True)
+class KeptPlaces:
+    """Where states are kept, for another controller: keepers by node, places by rank."""
+
+    actors: Mapping[str, Any]
+    places: Mapping[str, StatePlace]
+
+
+def start_keeper(node: str) -> Any:
+    """Start the keeper of a node; return its actor."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    make: Any = ray.remote(StateKeeper)
+    options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE}
+    return make.options(**options, scheduling_strategy=there).remote()
+
+
 class StateKeepers:
     """The keepers of all nodes. Ranks are named, such as "trainer0"."""
 
-    def __init__(self, nodes: Collection[str], timeout_s: float) -> None:
-        """`nodes`: those with ranks at the start. `timeout_s` bounds each wait for keepers."""
+    def __init__(
+        self,
+        nodes: Collection[str],
+        timeout_s: float,
+        start: Callable[[str], Any] | None = None,
+        earlier: KeptPlaces | None = None,
+    ) -> None:
+        """`timeout_s` bounds each wait for keepers.
+
+        nodes     those with ranks at the start
+        start     starts keepers that outlive this process, in place of start_keeper
+        earlier   those of an earlier controller, and what they keep
+        """
         self._timeout_s = timeout_s
-        self._is_alone = set(nodes) <= {ray.get_runtime_context().get_node_id()}
+        own = {ray.get_runtime_context().get_node_id()}
+        self._is_alone = start is None and set(nodes) <= own
+        self._start = start or start_keeper
         self._own = StateKeeper()
-        self._actors: dict[str, Any] = {}
-        self._places: dict[str, _Place] = {}
-        self._retired: dict[str, _Place] = {}
+        self._actors: dict[str, Any] = dict(earlier.actors) if earlier else {}
+        self._places: dict[str, StatePlace] = dict(earlier.places) if earlier else {}
+        self._retired: dict[str, StatePlace] = {}
         self._copying: list[Any] = []
 
     @property
     def outlive_controllers(self) -> bool:
-        """Whether a controller that takes the place of a lost one finds the states."""
+        """Whether a controller that takes the place of a lost one finds the states here."""
         return self._is_alone
+
+    def describe(self) -> KeptPlaces:
+        """Return what another controller needs to find the states."""
+        return KeptPlaces(dict(self._actors), dict(self._places))
 
     def reserve(self, sizes: Mapping[str, int], nodes: Mapping[str, str]) -> dict[str, list[str]]:
         """Return, by rank, the paths of NUM_COPIES pieces on the rank's node.
 
         Raises NoMemoryError if a node has too little memory for them, and for those of its partner.
         """
-        self._places |= {name: _Place(size, nodes[name]) for name, size in sizes.items()}
+        self._places |= {name: StatePlace(size, nodes[name]) for name, size in sizes.items()}
         own: dict[str, int] = defaultdict(int)
         for place in self._places.values():
             own[place.node] += place.num_bytes
@@ -265,7 +298,7 @@ class StateKeepers:
             ray.kill(actor)
         self._own.close()
 
-    def _bring(self, name: str, place: _Place, node: str) -> None:
+    def _bring(self, name: str, place: StatePlace, node: str) -> None:
         """Copy the state of a rank from its partner's node to `node`, as far as it is there."""
         if place.partner in ("", node):
             return
@@ -331,10 +364,7 @@ class StateKeepers:
     def _keeper(self, node: str) -> Any:
         """Return the keeper of a node, and start it if there is none."""
         if node not in self._actors:
-            there = NodeAffinitySchedulingStrategy(node, soft=False)
-            make: Any = ray.remote(StateKeeper)
-            options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE}
-            self._actors[node] = make.options(**options, scheduling_strategy=there).remote()
+            self._actors[node] = self._start(node)
         return self._actors[node]
 
 

@@ -226,10 +226,20 @@ class EngineProcess:
 
         SGLang asks itself for that where it warms up, and too early where it does not.
         """
-        headers = {} if self.spec.keys is None else bearer(self.spec.keys.admin)
-        request = urllib.request.Request(f"{self.url}/freeze_gc", b"", headers)
         with contextlib.suppress(OSError):  # further servers only tell their health
-            open_directly(request, _FREEZE_TIMEOUT_S).close()
+            self._post("/freeze_gc", b"", _FREEZE_TIMEOUT_S)
+
+    def end_requests(self, timeout_s: float) -> None:
+        """End all requests, and a pause of generation. Raises OSError if that fails."""
+        self._post("/abort_request", b'{"abort_all": true}', timeout_s)
+        self._post("/continue_generation", b"{}", timeout_s)
+
+    def _post(self, path: str, body: bytes, timeout_s: float) -> None:
+        headers = {} if self.spec.keys is None else bearer(self.spec.keys.admin)
+        if body:
+            headers["Content-Type"] = "application/json"
+        request = urllib.request.Request(self.url + path, body, headers)
+        open_directly(request, timeout_s).close()
 
     def is_healthy(self) -> bool:
         try:

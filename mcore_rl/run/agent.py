@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.agents.messages import EndReason
 from mcore_rl.cluster.adapter_slots import list_served_names, make_adapter_slots
-from mcore_rl.cluster.run import engine_spec
+from mcore_rl.cluster.engine_specs import make_engine_spec
 from mcore_rl.config import Config, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.process.errors import describe_error
@@ -92,7 +92,7 @@ def run_agent(config: Config, num_episodes: int, *, greedy: bool) -> None:
 
 
 def _make_engine_spec(config: Config, policy: ModelFacts, log_path: Path) -> EngineSpec:
-    return engine_spec(
+    return make_engine_spec(
         config.model,
         config.rollout,
         config.drift,

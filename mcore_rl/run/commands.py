@@ -214,10 +214,10 @@ def run_dpo(config: Config) -> None:
     with _run(config, policy, "dpo") as (folder, origin, processes):
         trainer = processes.start_trainer(options.optimizer, options.steps, loss)
         wait_built(trainer)
-        snapshot = trainer.snapshot_reference if needs_reference(preference) else None
-        if snapshot is not None:
-            snapshot()
-        start_step = load_trainer(trainer, config.checkpoint, {"pairs": stream}, origin)
+        with_reference = needs_reference(preference)
+        goes_on_from = {"pairs": stream}, origin, with_reference
+        start_step = load_trainer(trainer, config.checkpoint, *goes_on_from)
+        snapshot = trainer.snapshot_reference if with_reference else None
         packing = make_packing(config.parallel, config.train, policy)
         how = packing, config.checkpoint, options.optimizer
         packed = make_token_trainer(trainer, folder, *how)
@@ -327,12 +327,13 @@ def _run(
             tell_progress(config.log.console),
             tell_next_start(folder, last_step, resumes) if last_step else nullcontext(),
         ):
-            origin = Origin.find(newest, newest_step(folder))
-            tell_start(folder, origin, last_step)
             started = run_processes(config, policy, folder.logs, command, collector)
             with ExitStack() as stack:
                 with tell_stage("start-up: Ray", is_told=True):
                     processes = stack.enter_context(started)
+                positions = processes.outliving.positions
+                origin = Origin.find(newest, newest_step(folder), positions)
+                tell_start(folder, origin, last_step)
                 yield folder, origin, processes
             if size.trainer and config.checkpoint.hub_repo:
                 upload_export(config.checkpoint.hub_repo, folder.export, last_step)

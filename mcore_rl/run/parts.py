@@ -299,12 +299,13 @@ def load_models(
     continue after.
     """
     started.gpus.load(TRAINER, ALL)
+    models = [model for model in (started.trainer, started.critic) if model is not None]
+    held = origin.find_held(models)
     if with_reference:
         started.trainer.snapshot_reference()
-    models = [model for model in (started.trainer, started.critic) if model is not None]
-    restored = origin.restore(models, parts, lambda role: started.gpus.load(role, ALL))
-    if restored:
-        return restored
+    if held:
+        origin.restore(models, parts, lambda role: started.gpus.load(role, ALL))
+        return held
     with tell_stage("start-up: checkpoint", is_told=origin.newest is not None):
         start_step = load_checkpoint(started.trainer, checkpoint, parts, origin.newest)
     if started.critic is not None and start_step:
@@ -315,11 +316,20 @@ def load_models(
 
 
 def load_trainer(
-    trainer: TrainerGroup, checkpoint: CheckpointConfig, parts: Mapping[str, Any], origin: Origin
+    trainer: TrainerGroup,
+    checkpoint: CheckpointConfig,
+    parts: Mapping[str, Any],
+    origin: Origin,
+    with_reference: bool = False,
 ) -> int:
     """Do as load_models for a command that trains one model without engines."""
-    restored = origin.restore([trainer], parts)
-    return restored or load_checkpoint(trainer, checkpoint, parts, origin.newest)
+    held = origin.find_held([trainer])
+    if with_reference:
+        trainer.snapshot_reference()
+    if held:
+        origin.restore([trainer], parts)
+        return held
+    return load_checkpoint(trainer, checkpoint, parts, origin.newest)
 
 
 def load_checkpoint(

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from mcore_rl.algo.registry import Needs
-from mcore_rl.cluster.model_groups import ModelGroup
+from mcore_rl.cluster.model_group import ModelGroup
+from mcore_rl.cluster.outliving import Outliving
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers
 from mcore_rl.config import RunConfig
 from mcore_rl.logs.progress import say
 from mcore_rl.logs.run_folder import RunFolder
-from mcore_rl.loops.roles import NO_RECOVERY, Recovery, State
+from mcore_rl.loops.roles import NO_RECOVERY, Recovery
 from mcore_rl.process import relaunch
 from mcore_rl.run.kept_start import hold_positions
 from mcore_rl.run.parts import StartedRun
@@ -82,7 +84,7 @@ def open_recovery(
         yield NO_RECOVERY
         return
     nodes = {node for model in trained.models for node in model.list_nodes()}
-    with _open_keepers(nodes, options.call_timeout_s) as keepers:
+    with _open_keepers(processes.outliving, nodes, options.call_timeout_s) as keepers:
         try:
             for model in trained.models:
                 model.let_shrink(options.recovery.min_dp)
@@ -103,7 +105,7 @@ def open_recovery(
             settle=keepers.settle,
             forget_links=trained.forget_links,
             rewound=trained.rewound,
-            note_done=hold_positions if keepers.outlive_controllers else _do_nothing,
+            note_done=partial(hold_positions, processes, keepers),
         )
         num_ranks = sum(model.world_size for model in trained.models)
         recovery = RankRecovery(recovered, options.recovery.limit_restarts(num_ranks), start_step)
@@ -119,16 +121,14 @@ def open_recovery(
 
 
 @contextmanager
-def _open_keepers(nodes: Collection[str], timeout_s: float) -> Iterator[StateKeepers]:
+def _open_keepers(
+    outliving: Outliving, nodes: Collection[str], timeout_s: float
+) -> Iterator[StateKeepers]:
     """Yield keepers; they end with the block, but not where Ray is lost, as others go on then."""
-    keepers = StateKeepers(nodes, timeout_s)
+    keepers = outliving.open_keepers(nodes, timeout_s)
     try:
         yield keepers
     except Exception:
         keepers.close()
         raise
     keepers.close()
-
-
-def _do_nothing(state: State) -> None:
-    """Stand in the place of hold_positions, where a checkpoint is continued from."""

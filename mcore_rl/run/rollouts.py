@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from mcore_rl.batches.group_files import GroupFile
 from mcore_rl.cluster.collectors import CollectorGroup
+from mcore_rl.cluster.engine_specs import find_experts_shape, find_indexer_shape
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.run import RunProcesses, experts_shape, indexer_shape
+from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config, EvalConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.decoding import make_decode
 from mcore_rl.logs.episode_log import EpisodeLog
@@ -180,13 +181,13 @@ def collector_spec(
         config.rollout,
         (stop,),
         make_decode(tokenizer),
-        experts_shape(config.drift, policy),
+        find_experts_shape(config.drift, policy),
         make_run_scorer,
         episodes,
         node_servers_spec(config.run, config.sandbox, config.search),
         list_secrets(),
         patch_maker(config.data.images, policy),
-        indexer_shape(config.drift, policy),
+        find_indexer_shape(config.drift, policy),
     )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from mcore_rl.algo.policy_loss import TokenLoss, make_value_loss
 from mcore_rl.cluster.colocated_engines import ColocatedEngines
 from mcore_rl.cluster.engines import EngineGroup
-from mcore_rl.cluster.model_groups import CriticGroup, ModelGroup, TrainerGroup
+from mcore_rl.cluster.model_group import ModelGroup
+from mcore_rl.cluster.model_groups import CriticGroup, TrainerGroup
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import Config
 from mcore_rl.device.environment import can_release_graphs

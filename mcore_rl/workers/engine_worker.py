@@ -75,6 +75,18 @@ class EngineWorker:
     def address(self) -> EngineAddress:
         return replace(self._engine.address, number=self._index)
 
+    def end_requests(self, timeout_s: float) -> None:
+        """End the requests of a controller that is gone, and what it paused.
+
+        Raises ProcessLostError if the server does not answer in time.
+        """
+        if self._engine.spec.node_rank > 0:
+            return
+        try:
+            self._engine.end_requests(timeout_s)
+        except OSError as error:
+            raise ProcessLostError(f"{self._engine.name} ended no requests: {error}") from error
+
     def pid(self) -> int:
         """Return the server's process id on its machine."""
         return self._engine.pid

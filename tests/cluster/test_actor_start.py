@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from mcore_rl.cluster.answers import Rank
-from mcore_rl.cluster.group import BULK, BULK_THREADS, start_actor
+from mcore_rl.cluster.group import BULK, BULK_THREADS, ActorPlan, start_actor
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import ClusterConfig
@@ -42,7 +42,7 @@ def slot() -> Iterator[Slot]:
 
 def test_a_call_passes_those_that_move_much(slot: Slot, tmp_path: Path) -> None:
     rank = Rank("collector", 0, tmp_path / "collector_rank0.log")
-    actor = start_actor(rank, slot, None, threads=2)
+    actor = start_actor(ActorPlan.make(rank, slot, None, threads=2))
     assert ray.get(actor.build.remote(30, Sleeper), timeout=60) is None
     bulk = actor.call.options(concurrency_group=BULK)
     busy = [bulk.remote(60, "sleep", 20.0) for _ in range(2 * BULK_THREADS)]
@@ -59,7 +59,8 @@ def test_a_process_computes_with_its_part_of_the_cores(
 ) -> None:
     def num_threads(sharers: int) -> int:
         rank = Rank("trainer", sharers, tmp_path / f"{sharers}.log")
-        actor = start_actor(rank, replace(slot, sharers=sharers), None, threads=1)
+        own = replace(slot, sharers=sharers)
+        actor = start_actor(ActorPlan.make(rank, own, None, threads=1))
         assert ray.get(actor.build.remote(60, Computer), timeout=60) is None
         [found] = ray.get([actor.call.remote(60, "threads")], timeout=60)
         ray.kill(actor)

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.cluster.run import RunProcesses, engine_spec, experts_shape, indexer_shape
+from mcore_rl.cluster.engine_specs import (
+    find_experts_shape,
+    find_indexer_shape,
+    make_engine_spec,
+)
+from mcore_rl.cluster.outliving import Outliving
+from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import (
     Config,
     DriftConfig,
@@ -38,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 def spec_of(config: Config, policy: ModelFacts | None = None) -> EngineSpec:
-    return engine_spec(
+    return make_engine_spec(
         config.model,
         config.rollout,
         config.drift,
@@ -108,18 +114,18 @@ def test_experts_are_reported_where_there_are_any_and_the_recipe_wants_them(
     config: Config, tmp_path: Path
 ) -> None:
     asked, unasked = DriftConfig(), DriftConfig(routed_experts=False)
-    shape = experts_shape(asked, ModelFacts.read(config.model.path))
+    shape = find_experts_shape(asked, ModelFacts.read(config.model.path))
     assert isinstance(shape, RoutedExpertsShape)
     assert any(shape.moe_layers) and 0 < shape.top_k < shape.num_experts
-    assert experts_shape(unasked, ModelFacts.read(config.model.path)) is None
+    assert find_experts_shape(unasked, ModelFacts.read(config.model.path)) is None
     dense = ModelFacts.read(write_model("qwen3", tmp_path))
-    assert experts_shape(asked, dense) is None
+    assert find_experts_shape(asked, dense) is None
 
 
 def test_chosen_keys_are_reported_where_the_recipe_wants_them() -> None:
     sparse = ModelFacts.read("recipes/model/deepseek_v32")
-    assert indexer_shape(DriftConfig(), sparse) is None
-    assert indexer_shape(DriftConfig(indexer_topk=True), sparse) == IndexerTopkShape(61, 2048)
+    assert find_indexer_shape(DriftConfig(), sparse) is None
+    assert find_indexer_shape(DriftConfig(indexer_topk=True), sparse) == IndexerTopkShape(61, 2048)
 
 
 class WatchedGroup:
@@ -150,7 +156,8 @@ def scene(config: Config) -> Iterator[Scene]:
     groups: Any = (trainer, None, engines, None)
     servers: Any = Servers()
     with closing(EventLoop()) as loop:
-        yield RunProcesses(config, policy, LOG, loop, groups, servers, KEYS), trainer, engines
+        processes = RunProcesses(config, policy, LOG, loop, groups, servers, KEYS, Outliving())
+        yield processes, trainer, engines
 
 
 async def wait_until(is_over: Callable[[], bool]) -> str:

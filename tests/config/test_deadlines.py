@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore_rl.cluster.model_groups import ModelGroup
+from mcore_rl.cluster.model_group import ModelGroup
 from mcore_rl.config import Config, RewardConfig, RolloutConfig, RunConfig
 from mcore_rl.config.deadlines import (
     ANSWER_MARGIN_S,

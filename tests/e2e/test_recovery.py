@@ -266,6 +266,7 @@ def test_fine_tuning_recovers_too(start: Start, tmp_path: Path) -> None:
 def on_four_nodes(arithmetic: Path, tmp_path: Path) -> Iterator[Callable[..., SubmittedRun]]:
     """Submits a run on nodes with room for a trainer rank or an engine each."""
     nodes = ["launch=local", "launch.gpus_per_node=0", "launch.cpus_per_node=1", "launch.nodes=4"]
+    nodes += ["cluster.cpus_per_rank=1"]
     runs: list[SubmittedRun] = []
 
     def submit(*more: str) -> SubmittedRun:
@@ -314,7 +315,7 @@ def test_fewer_ranks_go_on_where_no_node_is_spare(
     # The router's auxiliary loss is that of a micro-batch, and micro-batches differ by layout.
     constant = ("train.optimizer.schedule=constant", "train.optimizer.min_lr=0.0")
     same = (*layout, *constant, "train.router_aux_loss_coef=0")
-    shrinks = ("run.steps=5", "run.recovery.min_dp=1", "cluster.cpus_per_rank=1")
+    shrinks = ("run.steps=5", "run.recovery.min_dp=1")
     run = on_four_nodes(*same, *shrinks)
     run.wait_for("step 2: train", 400)
     first, second, *_ = list_trainer_nodes(run)
@@ -339,6 +340,36 @@ def test_fewer_ranks_go_on_where_no_node_is_spare(
             expected = pytest.approx(wanted[step][name], rel=bound, abs=bound)
             assert rows[step][name] == expected, (step, name)
     assert max(row["logprob_diff/mean"] for row in rows.values()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_controller_may_be_lost_together_with_a_node(
+    on_four_nodes: Callable[..., SubmittedRun], start: Start, tmp_path: Path
+) -> None:
+    """Two trainer ranks and an engine are on three nodes; the states of a lost one on another."""
+    unsaved = "checkpoint.every_steps=0"
+    run = on_four_nodes(unsaved)
+    for step in (2, 4):
+        run.wait_for(PHASES["train"].format(step=step), 400)
+        [controller] = find_controllers(run)
+        if step == 4:
+            run.kill_raylet(f"127.0.0.{int(list_trainer_nodes(run)[0].removeprefix('node')) + 2}")
+        controller.kill()
+        again = f"goes on after step {step - 1} of 6, which is in memory"
+        run.wait_until(lambda text=again: text in run.printed(), again, 400)
+    run.wait_ended(timeout_s=400)
+    run.wait_until_nothing_is_left()
+    whole = start("train", *SETTINGS, *SIX_STEPS, unsaved, run_dir=tmp_path / "whole")
+    assert whole.finish() == 0, whole.tail()
+    assert numbers(run) == numbers(whole)
+    assert_books_balance(run.run_dir, 6)
+
+
+def find_controllers(run: SubmittedRun) -> list[psutil.Process]:
+    """Return the processes that are children of the command and have its words."""
+    words = {p.pid: p for p in run.processes() if "mcore_rl.cli train" in " ".join(p.cmdline())}
+    return [process for process in words.values() if process.ppid() in words]
 
 
 NODE_STARTS = 3

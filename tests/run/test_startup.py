@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.algo.policy_loss import make_policy_loss
+from mcore_rl.cluster.outliving import Outliving
 from mcore_rl.cluster.run import RunProcesses
 from mcore_rl.config import (
     AlgorithmConfig,
@@ -128,7 +129,8 @@ class Stage:
         engines: Any = self.engines
         served: Any = NoServedEngines()
         groups = (trainer, critic, engines, None)
-        return RunProcesses(config, POLICY, Path("logs"), self.loop, groups, served, KEYS)
+        made = config, POLICY, Path("logs"), self.loop, groups, served, KEYS
+        return RunProcesses(*made, Outliving())
 
 
 @pytest.fixture

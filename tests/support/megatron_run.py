@@ -10,7 +10,7 @@ import torch
 from mcore_rl.algo.estimator import Advantages
 from mcore_rl.batches.local_stores import LocalStores
 from mcore_rl.cluster.adapter_slots import make_adapter_slots
-from mcore_rl.cluster.run import engine_spec, experts_shape
+from mcore_rl.cluster.engine_specs import find_experts_shape, make_engine_spec
 from mcore_rl.config import (
     CheckpointConfig,
     Config,
@@ -103,7 +103,7 @@ def start_engines(
         log = folder / f"engine{i}.log"
         adapters = make_adapter_slots(config.train.lora, policy, has_trainer=True)
         groups = config.model, rollout, config.drift, policy
-        spec = engine_spec(*groups, log, KEYS, seed=seed, adapters=adapters)
+        spec = make_engine_spec(*groups, log, KEYS, seed=seed, adapters=adapters)
         engines.append(EngineProcess(spec))
     for engine in engines:
         engine.start()
@@ -228,7 +228,7 @@ class MegatronRun:
             [engine.address for engine in self._engines],
             self.config.rollout,
             HttpOptions.make(
-                self.config.rollout, [], str, experts_shape(self.config.drift, self._policy)
+                self.config.rollout, [], str, find_experts_shape(self.config.drift, self._policy)
             ).open,
             self.health,
         )

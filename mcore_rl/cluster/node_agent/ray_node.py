@@ -162,6 +162,10 @@ class RayProcesses:
                 env={**os.environ, **_NO_METRICS},
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def exit_status(self) -> int | None:
         """Ray's exit status on this node; None while Ray runs."""
         return self._process.poll()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mcore_rl.cluster.engines import combine_states, pick_first_of_each_engine, plan_servers
+from mcore_rl.cluster.engine_servers import combine_states, pick_first_of_each_engine, plan_servers
 from mcore_rl.rollout.engine_health import EngineState
 from mcore_rl.rollout.engine_spec import EngineSpec
 
