@@ -65,6 +65,9 @@ class Ranks:
     world_size: int = 3
     listeners: list[Callable[[ParallelConfig], None]] = field(default_factory=list)
 
+    def start_over(self) -> None:
+        """These ranks are new, and go on from no earlier controller."""
+
     def tell_resized(self, listener: Callable[[ParallelConfig], None]) -> None:
         self.listeners.append(listener)
 
