@@ -213,7 +213,7 @@ _CLOSE_ALL_S = 2.0
 async def serve(connection: socket.socket) -> None:
     """Serve a pool until it closes the connection or sends None.
 
-    The first frame names kind and options; the reply says whether they make an environment. Each
+    The first frame names kind and options; the reply has the process id if they are right. Each
     further frame is a request, answered when it is done, in any order.
     """
     reader, writer = await asyncio.open_unix_connection(sock=connection)
@@ -241,7 +241,7 @@ async def _make_host(first: dict[str, Any], writer: asyncio.StreamWriter) -> Hos
     except Exception as error:  # the pool gets it, and raises it where the user sees it
         await _send(writer, {"call": first["call"], "error": describe(error)})
         return None
-    await _send(writer, {"call": first["call"], "value": None})
+    await _send(writer, {"call": first["call"], "value": os.getpid()})
     return host
 
 

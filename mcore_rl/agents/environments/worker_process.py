@@ -27,6 +27,7 @@ from mcore_rl.agents.environments.environment import (
 )
 from mcore_rl.agents.environments.keeper import OVER_MEMORY_STATUS
 from mcore_rl.agents.environments.wire import encode, read_frame
+from mcore_rl.process.process_state import STOPPED, describe_state
 from mcore_rl.process.redaction import is_secret_name
 from mcore_rl.process.safe_path import start_module, without_safe_path
 
@@ -42,6 +43,8 @@ TAG = "MCORE_RL_WORKER"
 _DEADLINE_S = 10.0
 _ABANDON_S = 5.0
 """A worker that has not answered after it, to a request that needs no environment, hangs."""
+STOPPED_S = 10
+"""How long a worker or its keeper may be stopped (SIGSTOP) before it is killed."""
 _EXIT_S = 15.0
 _CLOSED = (ConnectionError, RuntimeError)
 """Errors of writing to a worker that is gone; RuntimeError is uvloop's."""
@@ -223,6 +226,8 @@ class WorkerProcess:
         self._alive_fd = -1
         self._tag = secrets.token_hex(16)
         self._reading: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._is_over = asyncio.Event()
 
     async def start(self, folder: Path, on_lost: Callable[[], None]) -> None:
         """Start the process and have it load the environment's class.
@@ -247,12 +252,13 @@ class WorkerProcess:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._reading = asyncio.ensure_future(self._read(on_lost))
         try:
-            await self.call(
+            pid = await self.call(
                 "start", "loading its class", self._options.start_timeout_s, self._load()
             )
         except BaseException:
             await self.stop()
             raise
+        self._watching = asyncio.ensure_future(self._end_if_stopped(pid))
 
     async def call(
         self, verb: str, what: str, timeout_s: float, fields: Mapping[str, Any] | None = None
@@ -325,6 +331,20 @@ class WorkerProcess:
             raise EnvironmentLostError(f"{self.lost}{self._log_tail()}") from error
         self.retires = self.retires or bool(reply["value"])
 
+    async def _end_if_stopped(self, pid: int) -> None:
+        """Kill the worker with this process id once it or its keeper is stopped for STOPPED_S."""
+        seconds = 0
+        while seconds < STOPPED_S:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._is_over.wait()
+                return
+            is_stopped = STOPPED in (describe_state(self._process.pid), describe_state(pid))
+            seconds = seconds + 1 if is_stopped else 0
+        self.lost = f"the worker was stopped (state T) for {STOPPED_S} s and was killed"
+        self._process.send_signal(signal.SIGCONT)  # a keeper that is stopped ends nobody
+        await self._end()
+
     async def _read(self, on_lost: Callable[[], None]) -> None:
         try:
             while (reply := await read_frame(self._reader)) is not None:
@@ -332,6 +352,7 @@ class WorkerProcess:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
         finally:
+            self._is_over.set()
             if not self.lost:
                 self.lost = await self._cause_of_death()
             for waiting in self._replies.values():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.agents.environments import worker_process
 from mcore_rl.agents.environments.environment import EnvironmentFailedError, EnvironmentLostError
 from mcore_rl.agents.environments.worker_process import (
     EnvironmentOptions,
@@ -31,6 +32,22 @@ def test_a_worker_that_hangs_as_a_whole_is_killed():
         return await play(pool)
 
     assert in_pool(use, kind=COUNTDOWN, step_timeout_s=0.5)[-1].done
+
+
+@pytest.mark.parametrize("stops_keeper", [False, True])
+def test_a_worker_that_is_stopped_is_killed(monkeypatch, stops_keeper: bool):
+    monkeypatch.setattr(worker_process, "STOPPED_S", 1)
+
+    async def use(pool):
+        episode = await pool.open(TASK)
+        pid = int((await episode.step(answer())).metrics["pid"])
+        os.kill(pool._workers[0]._process.pid if stops_keeper else pid, signal.SIGSTOP)
+        with pytest.raises(EnvironmentLostError, match=r"was stopped \(state T\) for 1 s"):
+            await episode.step(answer("SLEEP 30"))
+        assert not all_gone([pid])
+        return await play(pool)
+
+    assert in_pool(use, kind=COUNTDOWN)[-1].done
 
 
 def test_a_worker_over_its_memory_is_killed():
