@@ -185,8 +185,9 @@ def disturb(run: TrainRun, faults: Sequence[Fault], every: int, num_steps: int) 
     path = run.folder.with_suffix(".faults.jsonl")
     rows = [Struck(**row) for row in read_rows(path)]
     run.settings = [*run.settings, f"run.steps={num_steps}"]
+    before = run.count_steps()
     run.start()
-    run.wait_for_step(1)
+    run.wait_for_step(before + 1)
     at_step, at_s = run.count_steps(), time.monotonic()
     for fault in faults[len(rows) :]:
         if not run.wait_for_step(at_step + every - 2):
