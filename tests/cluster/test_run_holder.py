@@ -155,8 +155,10 @@ def test_a_controller_that_was_superseded_ends_nothing(tmp_path: Path) -> None:
 def test_the_loss_of_the_holder_is_that_of_the_ranks() -> None:
     with open_holder("is lost", "recipe", 20.0, goes_on=True) as (held, _):
         held.kill()
+        until_s = time.monotonic() + 20
         with pytest.raises(RayLostError, match="owns the ranks and engines died"):
-            held.keep_only([])
+            while time.monotonic() < until_s:  # Ray kills it a moment later
+                held.keep_only([])
 
 
 def test_the_holder_returns_errors_of_the_recipe() -> None:
