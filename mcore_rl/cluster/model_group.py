@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,17 @@ class ModelGroup:
         """Those of the recipe's layout, and those of the ranks that go on."""
         self._places: Sequence[int] = range(len(slots))
         """Which of the recipe's slots are those of the ranks that go on."""
-        self._start: Callable[[Sequence[Slot]], RankGroup] = lambda slots: RankGroup(
-            self.role, slots, log_dir, runtime_envs, stopped_s=stopped_s, start=start
+        self._start: Callable[..., RankGroup] = partial(
+            RankGroup,
+            self.role,
+            log_dir=log_dir,
+            runtime_envs=runtime_envs,
+            stopped_s=stopped_s,
+            start=start,
         )
         self.goes_on = bool(living)
         """Whether the ranks are those of an earlier controller, with the weights that they had."""
-        self._group = (
-            RankGroup(self.role, slots, log_dir, stopped_s=stopped_s, start=start, living=living)
-            if living
-            else self._start(slots)
-        )
+        self._group = self._start(slots, living=living)
         self._whole: _Build | None = None
         """How the ranks of the recipe's layout are built."""
         self._build: _Build | None = None
@@ -211,7 +213,7 @@ class ModelGroup:
         self._listeners.append(listener)
 
     def restart(self) -> None:
-        """Replace all processes, of which some are lost, and build the model as at the start.
+        """Replace all processes, as some are lost, and build the model as at the start.
 
         The new ranks know the kept memory of those before them. If a node is lost and no other one
         has room, they are fewer, as far as `let_shrink` allows. Raises RankError as a start does,

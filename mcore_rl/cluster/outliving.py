@@ -80,7 +80,7 @@ class Outliving:
         return self.open_keepers((), timeout_s)
 
     def open_keepers(self, nodes: Collection[str], timeout_s: float) -> StateKeepers:
-        """Return the keepers of the run, those of an earlier controller if there are any."""
+        """Return the keepers of the run: an earlier controller's, if it has left some."""
         if self._keepers is None:
             run = self.run
             start = None if self._held is None else lambda node: run(partial(start_keeper, node))

@@ -74,7 +74,7 @@ def draw_rollout(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed
 def draw_again(
     options: SamplingOptions, roles: Roles, timer: PhaseTimer, lost: Rollout, seed: int
 ) -> Rollout:
-    """Return samples in the place of those of a step, of which none is left.
+    """Return samples for a step that has lost all of its own.
 
     They are drawn from the same prompts. Where the background draws, the step takes what it has
     drawn since, and the ledger tells which prompts are lost.
