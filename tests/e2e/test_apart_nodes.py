@@ -1,6 +1,5 @@
 """A node with a run folder of its own trains, saves, resumes and exports as one that shares it."""
 
-import secrets
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from mcore_rl.cluster.node_agent import ray_node as local_ray
 from mcore_rl.cluster.node_agent.ray_node import RayNode, RayProcesses
 from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from tests.support.debuggers import wait_for_match
+from tests.support.ray_token import set_ray_token
 from tests.support.runs import Run
 
 pytestmark = pytest.mark.e2e
@@ -32,10 +32,7 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str
 
     Ranks are numbered from the second node on: it has rank 0, and the engine of two.
     """
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(16))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    set_ray_token(tmp_path, monkeypatch)
     folder = tmp_path / "other_runs"
     for path in (tmp_path / "runs", folder):
         path.mkdir()

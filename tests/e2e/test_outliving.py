@@ -1,6 +1,5 @@
 """Ranks and engines outlive a controller that is killed, where Ray does, and the next goes on."""
 
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +13,7 @@ from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from tests.e2e.test_recovery import SETTINGS, numbers
 from tests.support.books import assert_books_balance, assert_same_prompts
 from tests.support.debuggers import wait_for_match
+from tests.support.ray_token import set_ray_token
 from tests.support.runs import Run
 from tests.support.victims import PHASES
 
@@ -28,10 +28,7 @@ MORE = ("algorithm.advantage=gae", "checkpoint.every_steps=0", "eval.data=[]")
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayProcesses]:
     """A Ray of this test's own."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(16))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    set_ray_token(tmp_path, monkeypatch)
     facts = RayNode("head", "1", "127.0.0.2", 4, 0, object_store_mib=80, resources={})
     with make_ray_temp_dir() as temp_dir:
         started = RayProcesses(facts, None, temp_dir, tmp_path / "ray.log")

@@ -1,7 +1,6 @@
 """Ranks of trainer and critic that die or hang are replaced, and the run goes on bit for bit."""
 
 import re
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from mcore_rl.cluster.node_agent.ray_node import RayNode, RayProcesses
 from mcore_rl.cluster.process_tags import make_ray_temp_dir
 from tests.e2e.test_clusters import seated
 from tests.support.books import assert_books_balance, assert_same_prompts
+from tests.support.ray_token import set_ray_token
 from tests.support.runs import Run, tiny_settings
 from tests.support.submitted import SubmittedRun
 from tests.support.victims import PHASES, assert_complete
@@ -379,10 +379,7 @@ NODE_STARTS = 3
 @pytest.fixture
 def start_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRay]:
     """Starts nodes with room for a rank or an engine each, by name; the first one is the head."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    token = tmp_path / "token"
-    token.write_text(secrets.token_hex(16))
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    set_ray_token(tmp_path, monkeypatch)
     started: list[RayProcesses] = []
     with ExitStack() as stack:
 
