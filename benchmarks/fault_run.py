@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from fault_machine import can_set_clock, enter_namespace, jump_clock, slow_network
 from mcore_rl.logs.ledger.balance import read_balance
 from mcore_rl.logs.rows import read_rows
 
@@ -45,21 +46,24 @@ _CGROUP = Path("/sys/fs/cgroup/memory")
 
 @dataclass(frozen=True)
 class Victim:
-    """A kind of process.
+    """A kind of process, or a part of the machine.
 
     words    of its command line; (): the command itself or its child, the controller
     faults   what is done to it
     ends     whether the run must end by each of them
     but      a word that its command line does not have
+    process  False: no process, but the machine's
     """
 
     words: tuple[str, ...]
     faults: tuple[str, ...]
     ends: bool = False
     but: str = "\0"
+    process: bool = True
 
 
 KILL, STOP, TERM, MEMORY, DISK = "SIGKILL", "SIGSTOP", "SIGTERM", "memory limit", "full disk"
+SLOW, JUMP = "slow and lossy", "jump"
 WORKER, KEEPER = "mcore_rl.agents.environments.worker", "mcore_rl.agents.environments.keeper"
 VICTIMS = {
     "trainer rank": Victim(("ray::trainer_rank",), (KILL, STOP, TERM, MEMORY, DISK)),
@@ -75,6 +79,8 @@ VICTIMS = {
     "GCS": Victim(("gcs_server",), (KILL, STOP)),
     "controller": Victim((), (KILL, STOP)),
     "command": Victim((), (KILL, TERM), ends=True),
+    "network": Victim((), (SLOW,), process=False),
+    "clock": Victim((), (JUMP,), process=False),
 }
 """The gateway has no process of its own: it is part of the collector. A keeper of a worker does
 nothing but wait for one of both to end, so a stopped one shows nowhere."""
@@ -116,11 +122,15 @@ class Struck:
 
 
 class TrainRun:
-    """`mcore-rl train` in one folder, started again whenever it ends too early."""
+    """`mcore-rl train` in one folder, started again whenever it ends too early.
 
-    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+    namespace    network namespace that it runs in; None: the machine's own
+    """
+
+    def __init__(self, folder: Path, settings: Sequence[str], namespace: str | None = None) -> None:
         self.folder = folder
         self.settings = settings
+        self.namespace = namespace
         self._output = folder.parent / f"{folder.name}.log"
         self._seen: set[psutil.Process] = set()
         self._began_s = 0.0
@@ -130,9 +140,10 @@ class TrainRun:
         """Start the command; it goes on where an earlier one ended."""
         self.mark = uuid.uuid4().hex
         self._began_s = time.monotonic()
+        prefix = enter_namespace(self.namespace) if self.namespace else ()
         with self._output.open("a") as output:
             self.process = psutil.Popen(
-                (*COMMAND, "train", *self.settings, f"run.dir={self.folder}"),
+                (*prefix, *COMMAND, "train", *self.settings, f"run.dir={self.folder}"),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, MARK: self.mark},
@@ -239,18 +250,20 @@ def strike(run: TrainRun, fault: Fault) -> Struck:
     struck = Struck(fault.number, fault.kind, fault.how, run.count_steps())
     began_s = time.monotonic()
     problems: list[str] = []
-    _wait_while(run, lambda: not run.find(victim))
-    found = run.find(victim)
+    if victim.process:
+        _wait_while(run, lambda: not run.find(victim))
+    found = run.find(victim) if victim.process else [None]
     if not found:
         problems.append(f"no process of kind {fault.kind}")
     else:
         chosen = random.Random(fault.number).choice(found)
-        below = _list_children(chosen)
+        below = _list_children(chosen) if chosen else []
         with do_fault(run, chosen, fault.how):
             _follow(run, struck, victim.ends, problems)
         struck.seconds = time.monotonic() - began_s
         struck.gained = run.count_steps() - struck.step
-        problems += _find_survivors(chosen, below, fault.how)
+        if chosen and fault.how != DISK:
+            problems += _find_survivors(chosen, below, fault.how)
     problems += check_run(run.folder)
     struck.problems = tuple(problems)
     return struck
@@ -294,15 +307,22 @@ def _wait_for_end(run: TrainRun) -> None:
 
 
 @contextmanager
-def do_fault(run: TrainRun, process: psutil.Process, how: str) -> Iterator[None]:
-    """Do a fault to a process; its cause is gone after the block."""
-    if how == MEMORY:
-        with limit_memory(process):
-            yield
-    elif how == DISK:
+def do_fault(run: TrainRun, process: psutil.Process | None, how: str) -> Iterator[None]:
+    """Do a fault to a process, or to the machine (None); its cause is gone after the block."""
+    if how == DISK:
         with fill_disk(run):
             yield
-    else:
+    elif how == SLOW:
+        assert run.namespace is not None
+        with slow_network(run.namespace):
+            yield
+    elif how == JUMP:
+        with jump_clock():
+            yield
+    elif process is not None and how == MEMORY:
+        with limit_memory(process):
+            yield
+    elif process is not None:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.Signals[how])
         yield
@@ -356,9 +376,13 @@ def _wait_while(run: TrainRun, is_so: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-def find_unavailable() -> dict[str, str]:
+def find_unavailable(namespace: str | None) -> dict[str, str]:
     """Return the faults that cannot be done on this machine, and why."""
     unavailable = {}
+    if namespace is None:
+        unavailable[SLOW] = "a network namespace needs root, and iproute2 and nftables"
+    if not can_set_clock():
+        unavailable[JUMP] = "this process may not set the clock"
     if os.geteuid():
         unavailable[DISK] = "mounting a small filesystem needs root"
     if not os.access(_CGROUP / "cgroup.procs", os.W_OK):
@@ -370,8 +394,6 @@ def _find_survivors(
     process: psutil.Process, below: Sequence[psutil.Process], how: str
 ) -> list[str]:
     """Return problems: a victim that lives after its fault, or a process that was below it."""
-    if how == DISK:
-        return []
     until_s = time.monotonic() + (DRAINED_S if how == "SIGTERM" else LEFT_S)
     while any(map(is_alive, (process, *below))) and time.monotonic() < until_s:
         time.sleep(POLL_S)

@@ -25,18 +25,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fault_run import COMMAND, VICTIMS, Fault, Struck, TrainRun, find_unavailable, strike
+from fault_machine import open_namespace
+from fault_run import COMMAND, JUMP, VICTIMS, Fault, Struck, TrainRun, find_unavailable, strike
 from mcore_rl.logs.ledger.balance import read_balance
 from mcore_rl.logs.rows import read_rows
 
 TOOLS = Path(__file__).with_name("fault_tools.py").absolute()
 ENGINES = ("engine scheduler", "engine server")
 RANKS = ("trainer rank", "critic rank")
-LEFT_OUT = {
-    "slow and lossy network": "tc netem is in no kernel that this was written on",
-    "clock jump": "a time namespace leaves CLOCK_REALTIME as it is",
-}
-"""Kinds of faults that this benchmark does not have, and why."""
 SETTINGS = (
     "recipe=tiny_agent_calculator",
     "algorithm.advantage=gae",
@@ -73,39 +69,48 @@ def main() -> None:
     )
     parser.add_argument("--kinds", default="", help="processes, by comma; default: all")
     parser.add_argument("--how", default="", help="faults, by comma; default: all")
+    parser.add_argument(
+        "--clock",
+        action="store_true",
+        help="also set this machine's clock five minutes forward, and back; all programs see it",
+    )
     parser.add_argument("--steps", type=int, help="of the run; default: enough for all faults")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    with open_namespace() as namespace:
+        measure(parser.parse_args(), namespace)
+
+
+def measure(args: argparse.Namespace, namespace: str | None) -> None:
+    """Train alone and under faults; print the table, and the figures as JSON."""
     folder: Path = args.dir.absolute()
-    unavailable = find_unavailable()
+    left_out = find_unavailable(namespace)
+    if not args.clock:
+        left_out.setdefault(JUMP, "--clock was not given")
     kinds = [kind for kind in args.kinds.split(",") if kind] or list(VICTIMS)
     wanted = [how for how in args.how.split(",") if how]
-    faults = draw(args.seed, args.faults, list_faults(kinds, wanted, unavailable))
+    faults = draw(args.seed, args.faults, list_faults(kinds, wanted, left_out))
     settings = make_warm_start(folder, args.sft)
     settings.append(f"rollout.prompts_per_step={args.prompts}")
-    alone = train_alone(folder / "alone", settings, args.alone)
+    alone = train_alone(TrainRun(folder / "alone", settings, namespace), args.alone)
     num_steps = args.steps or 10 + args.faults * (args.every + 3)
-    rows = disturb(TrainRun(folder / "disturbed", settings), faults, args.every, num_steps)
-    step_s = measure_step(folder / "disturbed")
+    run = TrainRun(folder / "disturbed", settings, namespace)
+    rows = disturb(run, faults, args.every, num_steps)
+    step_s = measure_step(run.folder)
     print(make_table(rows, step_s))
     plot(rows, step_s, folder / "faults.png")
     figures = summarize(rows, step_s, alone)
-    print(
-        json.dumps(
-            {**figures, **read_end(folder / "disturbed"), "left_out": LEFT_OUT | unavailable}
-        )
-    )
+    print(json.dumps({**figures, **read_end(run.folder), "left_out": left_out}))
 
 
 def list_faults(
-    kinds: Sequence[str], wanted: Sequence[str], unavailable: Mapping[str, str]
+    kinds: Sequence[str], wanted: Sequence[str], left_out: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return by kind the faults that can be done to it; `wanted`: these alone, if any are named."""
     found = {
         kind: [
             how
             for how in VICTIMS[kind].faults
-            if how not in unavailable and (not wanted or how in wanted)
+            if how not in left_out and (not wanted or how in wanted)
         ]
         for kind in kinds
     }
@@ -151,17 +156,17 @@ def run_quietly(*arguments: str) -> None:
     subprocess.run((*COMMAND, *arguments), check=True, stdout=subprocess.DEVNULL, timeout=3600)
 
 
-def train_alone(folder: Path, settings: Sequence[str], num_steps: int) -> dict[str, float]:
+def train_alone(run: TrainRun, num_steps: int) -> dict[str, float]:
     """Return seconds of a step and the last accuracy of a run without a fault."""
-    run = TrainRun(folder, [*settings, f"run.steps={num_steps}"])
+    run.settings = [*run.settings, f"run.steps={num_steps}"]
     run.start()
     assert run.process is not None
     if run.process.wait(3600) != 0:
         raise RuntimeError(f"the run without a fault failed: {run.tail()}")
     return {
-        "step_s": measure_step(folder),
-        "steps_s": measure_steps(folder),
-        "accuracy": json.loads((folder / "summary.json").read_text())["final_accuracy"],
+        "step_s": measure_step(run.folder),
+        "steps_s": measure_steps(run.folder),
+        "accuracy": json.loads((run.folder / "summary.json").read_text())["final_accuracy"],
     }
 
 
