@@ -1,6 +1,7 @@
 """Measures the CPU time of a token in engines that guess where that is faster, and in others.
 
     python benchmarks/speculation.py [--requests 8] [--tokens 400] [--rounds 4] [--guesses 2]
+                                     [--hidden 64]
 
 Engines of a GLM-4.5 with ten small layers take turns with the same greedy requests: one that never
 guesses, and two that guess with a layer for multi-token prediction, by measured speed. One layer is
@@ -54,6 +55,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "eos_token_id": 1,
 }
+WIDTHS = ("hidden_size", "head_dim", "intermediate_size", "moe_intermediate_size")
 
 
 def main() -> None:
@@ -62,10 +64,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="new tokens of each request")
     parser.add_argument("--rounds", type=int, default=4, help="beside the one of measuring")
     parser.add_argument("--guesses", type=int, default=2, help="rollout.speculate_tokens")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden size; others grow with it")
     args = parser.parse_args()
     num_tokens = args.requests * args.tokens
     with tempfile.TemporaryDirectory(prefix="speculation_") as name, ExitStack() as stack:
-        engines = start_engines(Path(name), stack, args.guesses)
+        engines = start_engines(Path(name), stack, args.guesses, args.hidden)
         times: dict[str, list[float]] = {way: [] for way in engines}
         for _ in range(args.rounds + 1):
             answers = {}
@@ -93,9 +96,11 @@ def report(times: dict[str, list[float]]) -> None:
     print(json.dumps({"never_us_per_token": round(statistics.median(plain[1:])), **figures}))
 
 
-def start_engines(folder: Path, stack: ExitStack, guesses: int) -> dict[str, EngineProcess]:
+def start_engines(
+    folder: Path, stack: ExitStack, guesses: int, hidden: int
+) -> dict[str, EngineProcess]:
     """Return a running engine for each way to guess."""
-    write_models(folder)
+    write_models(folder, hidden)
     engines = {}
     for way, model, method in (
         ("never", "random", "none"),
@@ -111,10 +116,11 @@ def start_engines(folder: Path, stack: ExitStack, guesses: int) -> dict[str, Eng
     return engines
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: Path, hidden: int) -> None:
     """Save two models that differ in the layer for multi-token prediction alone."""
     torch.manual_seed(0)
-    policy = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES)).float()
+    widths = {name: SIZES[name] * hidden // SIZES["hidden_size"] for name in WIDTHS}
+    policy = Glm4MoeForCausalLM(Glm4MoeConfig(**SIZES | widths)).float()
     for way in ("random", "knowing"):
         policy.save_pretrained(folder / way)
         tensors = load_file(folder / way / "model.safetensors")
