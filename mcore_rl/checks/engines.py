@@ -17,10 +17,20 @@ def check_served(
 
     What SGLang's own classes refuse is left to checks/sizes.py.
     """
-    if rollout.quantization != "none" and policy.has_tower:
+    if rollout.quantization == "int4" and not policy.has_gated_experts:
         raise ValueError(
-            f"rollout.quantization={rollout.quantization} with model.path={policy.path}: the"
-            " engines would quantize its vision tower, too; use rollout.quantization=none"
+            f"rollout.quantization=int4 with model.path={policy.path}: SGLang computes INT4 in"
+            " routed experts with a gate, which the model does not have; use"
+            " rollout.quantization=none"
+        )
+    if rollout.quantization != "none" and policy.has_tower:
+        reasons = {
+            "fp8": "the engines would quantize its vision tower, too",
+            "int4": "experts in INT4 were not tried beside a vision tower",
+        }
+        raise ValueError(
+            f"rollout.quantization={rollout.quantization} with model.path={policy.path}:"
+            f" {reasons[rollout.quantization]}; use rollout.quantization=none"
         )
     if rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(

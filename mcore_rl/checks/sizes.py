@@ -15,8 +15,10 @@ from mcore_rl.config import (
 from mcore_rl.weights.box import Box
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.low_precision import Precision, check_whole, is_rounded
+from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import join_rows
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.layouts.sglang import SGLangLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.recipe_checks import check_layout, check_sharing
@@ -44,6 +46,8 @@ def check_sizes(
         check_sharing(policy.config, parallel)
     if train.fake_quantization != "none":
         check_rounding(policy, parallel, train.fake_quantization)
+    if rollout.quantization == "int4":
+        check_rounding(policy, parallel, "int4", "rollout.quantization")
     if critic is not None:
         if train.share_prefixes:
             check_sharing(policy.config, critic.parallel, "critic.parallel")
@@ -52,29 +56,45 @@ def check_sizes(
     check_lens(data, rollout, train, policy)
 
 
-def check_rounding(policy: ModelFacts, parallel: ParallelConfig, precision: Precision) -> None:
+def check_rounding(
+    policy: ModelFacts,
+    parallel: ParallelConfig,
+    precision: Precision,
+    option: str = "train.fake_quantization",
+) -> None:
     """Raise ValueError if trainer ranks cannot round the model's weights to `precision`.
 
-    One matrix of each kind is looked at: those of other layers and experts are cut alike.
+    option   that asks for it
     """
-    chosen = f"train.fake_quantization={precision} with model.path={policy.path}"
+    chosen = f"{option}={precision} with model.path={policy.path}"
     if policy.stacks_experts:
         raise ValueError(
             f"{chosen}, whose experts are stacked in one tensor: only none is supported"
         )
     if policy.has_tower and precision == "fp8":
         raise ValueError(f"{chosen}: engines in fp8 serve no vision tower; use int4 or none")
-    shapes = hf_tensor_shapes(policy.config)
-    rounded = [name for name in shapes if is_rounded(precision, name)]
-    if not rounded:
+    if not any(is_rounded(precision, name) for name in hf_tensor_shapes(policy.config)):
         raise ValueError(f"{chosen}: the model has no routed experts, which int4 is for; use none")
     sizes = MegatronSizes.from_config(parallel, policy.config)
     layout = MegatronLayout(policy.family, policy.config, sizes, "bfloat16")
+    _check_whole_parts(policy, layout, precision, chosen, "trainer")
+
+
+def _check_whole_parts(
+    policy: ModelFacts, layout: Layout, precision: Precision, chosen: str, side: str
+) -> None:
+    """Raise ValueError that begins with `chosen` if a rank's part of a matrix cuts a block or a
+    group of columns.
+
+    One matrix of each kind is looked at: those of other layers and experts are cut alike.
+    """
+    shapes = hf_tensor_shapes(policy.config)
+    rounded = [name for name in shapes if is_rounded(precision, name)]
     for name in {re.sub(r"\d+", "", name): name for name in rounded}.values():
         for piece in join_rows(layout.placement(name)).pieces:
             box = Box(name, piece.start, piece.stop)
             try:
-                check_whole(precision, box, shapes[name], f"trainer rank {piece.ranks[0]}")
+                check_whole(precision, box, shapes[name], f"{side} rank {piece.ranks[0]}")
             except ValueError as error:
                 raise ValueError(f"{chosen}: {error}") from None
 
@@ -104,7 +124,12 @@ def check_engines(
     dtype   model.dtype
     """
     check_served(policy, rollout, drift, data, evaluation)
+    sizes = SGLangSizes.from_config(rollout)
     try:
-        refuse_unserved(policy.config, SGLangSizes.from_config(rollout), dtype)
+        refuse_unserved(policy.config, sizes, dtype)
     except ValueError as error:
         raise ValueError(f"model.path={policy.path} in the recipe's engines: {error}") from None
+    if rollout.quantization == "int4":
+        chosen = f"rollout.quantization=int4 with model.path={policy.path}"
+        layout = SGLangLayout(policy.family, policy.config, sizes, dtype)
+        _check_whole_parts(policy, layout, "int4", chosen, "engine")

@@ -1,7 +1,9 @@
 """Writes the specs of the policy's engines from a checked Config."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from mcore_rl.config import DriftConfig, ModelConfig, RolloutConfig
 from mcore_rl.config.deadlines import limit_batch
@@ -10,11 +12,20 @@ from mcore_rl.process.server_keys import ServerKeys
 from mcore_rl.rollout.adapters import AdapterSlots
 from mcore_rl.rollout.engine_spec import EngineSpec
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
+from mcore_rl.rollout.packed_experts import RUNNER_ARGUMENTS
 from mcore_rl.rollout.request import RoutedExpertsShape
 from mcore_rl.rollout.speculation import Speculation, make_speculation
 from mcore_rl.weight_sync.controller.engine_control import LOADER
+from mcore_rl.weights.hf import fp8, int4
 from mcore_rl.weights.hf.config import ModelFacts
-from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG
+from mcore_rl.weights.hf.low_precision import Quantization
+
+QUANTIZATION_CONFIGS: Mapping[Quantization, Mapping[str, Any] | None] = {
+    "none": None,
+    "fp8": fp8.QUANTIZATION_CONFIG,
+    "int4": int4.QUANTIZATION_CONFIG,
+}
+"""rollout.quantization -> "quantization_config" of the model that engines serve."""
 
 
 def _choose_speculation(rollout: RolloutConfig) -> Speculation | None:
@@ -66,21 +77,26 @@ def make_engine_spec(
         share_prompts=rollout.share_prompts,
         batch_timeout_s=limit_batch(rollout.request_timeout_s),
         extra_args=(
-            *_list_weight_arguments(model, rollout.quantization == "fp8", policy),
+            *_list_weight_arguments(model, rollout.quantization, policy),
             *server_arguments(rollout.sglang),
         ),
     )
 
 
-def _list_weight_arguments(model: ModelConfig, is_fp8: bool, policy: ModelFacts) -> list[str]:
+def _list_weight_arguments(
+    model: ModelConfig, quantization: Quantization, policy: ModelFacts
+) -> list[str]:
     """Return SGLang's arguments for the weights that an engine starts with."""
     # Some GPUs fuse shared experts into the routed ones, where the plan would not find them.
     arguments = ["--weight-version", "0", "--disable-shared-experts-fusion"]
-    if is_fp8 or policy.is_packed or model.init == "random":
+    is_other = quantization != "none" or policy.is_packed
+    if is_other or model.init == "random":
         arguments += ["--load-format", "dummy"]
-    if is_fp8 or policy.is_packed:
-        quantized = json.dumps({"quantization_config": QUANTIZATION_CONFIG if is_fp8 else None})
-        arguments += ["--json-model-override-args", quantized]
+    if is_other:
+        settings = QUANTIZATION_CONFIGS[quantization]
+        arguments += ["--json-model-override-args", json.dumps({int4.KEY: settings})]
+    if quantization == "int4":
+        arguments += RUNNER_ARGUMENTS
     return arguments
 
 

@@ -153,7 +153,7 @@ class RunProcesses:
             profile=self._config.profile,
             profile_dir=str(self._log_dir.parent / "profile"),
             outlives_failed_saves=self._config.checkpoint.on_error == "continue",
-            sends_rounded=self._config.rollout.quantization == "none",
+            quantization=self._config.rollout.quantization,
             serves_drafts=self._config.rollout.speculate == "mtp",
         )
 

@@ -188,8 +188,9 @@ class Config(Options, group=""):
 
     @property
     def engine_precision(self) -> str:
-        """Return the precision that engines compute in: "fp8", or model.dtype."""
-        return "fp8" if self.rollout.quantization == "fp8" else self.model.dtype
+        """Return the precision of what engines hold: "fp8", "int4", or model.dtype."""
+        quantization = self.rollout.quantization
+        return self.model.dtype if quantization == "none" else quantization
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
@@ -212,7 +213,7 @@ class Config(Options, group=""):
             model.check(role)
         for group, optimizer in self.optimizers.items():
             optimizer.check(group)
-        check_quantization(self.rollout, self.model)
+        check_quantization(self.rollout, self.model, self.train)
         check_fake_quantization(self.train, self.rollout)
         check_overlong(self.reward, self.rollout)
         check_best(self.checkpoint, self.eval)

@@ -43,9 +43,9 @@ class RolloutConfig(EnginesConfig, group="rollout"):
     nodes_per_engine: int = bounded(0, ge=0)
     """Machines that an engine spans, with one server process on each; 0: as many as its GPUs
     fill."""
-    quantization: Literal["none", "fp8"] = "none"
-    """fp8: engines hold projections in 128 x 128 blocks of FP8, which trainer ranks quantize
-    before sending."""
+    quantization: Literal["none", "fp8", "int4"] = "none"
+    """fp8: engines hold projections in 128 x 128 blocks of FP8; int4: routed experts in INT4, in
+    groups of 32 columns. Trainer ranks quantize before sending."""
     mode: Literal["sync", "one_step_off", "async"] = "sync"
     """sync: sample and train in turns; one_step_off: sample the next step's rollout while
     training on this one; async: engines never wait for the trainer (docs/async.md)."""

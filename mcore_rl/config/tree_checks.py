@@ -38,11 +38,28 @@ from mcore_rl.config.training import (
 from mcore_rl.config.tree import defaults_of, spell, value_of
 
 
-def check_quantization(rollout: RolloutConfig, model: ModelConfig) -> None:
-    if rollout.quantization == "fp8" and model.dtype != "bfloat16":
+def check_quantization(rollout: RolloutConfig, model: ModelConfig, train: TrainConfig) -> None:
+    """Raise ValueError if engines cannot hold quantized weights as the recipe says."""
+    chosen = f"rollout.quantization={rollout.quantization}"
+    if rollout.quantization != "none" and model.dtype != "bfloat16":
+        raise ValueError(f"{chosen} with model.dtype={model.dtype}: needs model.dtype=bfloat16")
+    if rollout.quantization != "int4":
+        return
+    if train.lora.rank:
         raise ValueError(
-            f"rollout.quantization=fp8 with model.dtype={model.dtype}: needs model.dtype=bfloat16"
+            f"{chosen} with train.lora.rank={train.lora.rank}: engines merge factors into no"
+            " weights in INT4; set rollout.quantization=none or fp8, or train.lora.rank=0"
         )
+    for name, value, needed in (
+        ("moe_runner_backend", rollout.sglang.get("moe_runner_backend"), "triton"),
+        ("moe_a2a_backend", rollout.sglang.get("moe_a2a_backend"), "none"),
+    ):
+        if value not in (None, needed):
+            raise ValueError(
+                f"{chosen} with rollout.sglang.{name}={value}: SGLang's kernel for experts in INT4"
+                f" whose weights can be synced is that of its Triton runner; set it to {needed}, or"
+                " rollout.quantization=none"
+            )
 
 
 def check_fake_quantization(train: TrainConfig, rollout: RolloutConfig) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mcore_rl.config import ClusterConfig, ParallelConfig, RolloutConfig, SyncConfig
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.low_precision import Quantization
 from mcore_rl.weights.layouts.layout import Layout
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
@@ -16,12 +17,14 @@ from mcore_rl.weights.plan.shares import RegularHosts
 class Deployment:
     """Both sides of a recipe's weight sync.
 
+    source          what trainer ranks send of `trained`, what they hold
     stage_ranks     trainer ranks of one pipeline stage
     engine_ranks    ranks of one engine
     relays          whether engines pass weights on to one another
     """
 
-    source: MegatronLayout
+    trained: MegatronLayout
+    source: Layout
     target: Layout
     hosts: RegularHosts
     stage_ranks: int
@@ -30,11 +33,19 @@ class Deployment:
 
 
 def record_layouts(
-    policy: ModelFacts, dtype: str, parallel: ParallelConfig, engines: SGLangSizes, *, fp8: bool
+    policy: ModelFacts,
+    dtype: str,
+    parallel: ParallelConfig,
+    engines: SGLangSizes,
+    *,
+    quantization: Quantization = "none",
 ) -> RecordedLayouts:
-    """Return the layouts of trainer ranks in `dtype` and of engines, in FP8 or in `dtype`."""
+    """Return the layouts of trainer ranks in `dtype` and of engines.
+
+    quantization   rollout.quantization
+    """
     trainer = MegatronSizes.from_config(parallel, policy.config)
-    return RecordedLayouts(policy.config, dtype, trainer, engines, fp8)
+    return RecordedLayouts(policy.config, dtype, trainer, engines, quantization)
 
 
 def choose_served(policy: ModelFacts, rollout: RolloutConfig) -> ModelFacts:
@@ -46,17 +57,20 @@ def make_deployment(run: PlannedRun) -> Deployment:
     """The recipe's deployment. Raises ValueError naming two sizes that do not divide."""
     per_host = run.plan.ranks_per_host
     rollout = run.rollout
-    fp8 = rollout.quantization == "fp8"
     engines = SGLangSizes.from_config(rollout)
     policy = choose_served(run.models.policy, rollout)
-    recorded = record_layouts(policy, run.dtype, run.parallel, engines, fp8=fp8)
+    quantization = rollout.quantization
+    recorded = record_layouts(policy, run.dtype, run.parallel, engines, quantization=quantization)
     source = recorded.source()
     target = recorded.target()
     first_host = 0 if run.cluster.colocated else -(-source.num_ranks // per_host)
     hosts = RegularHosts(per_host, per_host, first_host)
     engine_ranks = target.num_ranks // rollout.engines
     relays = does_relay(run.sync, rollout, run.cluster)
-    return Deployment(source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays)
+    trained = recorded.find_trained()
+    return Deployment(
+        trained, source, target, hosts, recorded.trainer.stage_ranks, engine_ranks, relays
+    )
 
 
 def does_relay(sync: SyncConfig, rollout: RolloutConfig, cluster: ClusterConfig) -> bool:

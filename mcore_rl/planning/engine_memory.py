@@ -75,8 +75,9 @@ def predict_engine(run: PlannedRun, sync: SyncMemory | None = None) -> list[Uses
     rollout = run.rollout
     one_engine = replace(SGLangSizes.from_config(rollout), engines=1)
     policy = choose_served(run.models.policy, rollout)
-    fp8 = rollout.quantization == "fp8"
-    recorded = record_layouts(policy, run.dtype, run.parallel, one_engine, fp8=fp8)
+    recorded = record_layouts(
+        policy, run.dtype, run.parallel, one_engine, quantization=rollout.quantization
+    )
     target = recorded.target() if run.train.lora.rank else None
     attention_tp = rollout.tp // rollout.attention_dp
     size = itemsize(run.dtype)

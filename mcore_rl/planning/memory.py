@@ -22,10 +22,19 @@ from mcore_rl.planning.activations import (
 )
 from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter
 from mcore_rl.planning.engine_memory import count_served_bytes, predict_engine
-from mcore_rl.planning.peak_memory import UNROUNDED, RankMemory, Side, Uses, find_peaks, name_stage
+from mcore_rl.planning.peak_memory import (
+    SENT_EXPERTS,
+    UNROUNDED,
+    RankMemory,
+    Side,
+    Uses,
+    find_peaks,
+    name_stage,
+)
 from mcore_rl.planning.recipe_models import PlannedRun, make_critic_training
 from mcore_rl.planning.resident_memory import SyncMemory, count_pair_bytes
 from mcore_rl.weights.box import itemsize
+from mcore_rl.weights.hf.int4 import split_part
 from mcore_rl.weights.hf.low_precision import Precision, is_rounded
 from mcore_rl.weights.layouts.layout import Layout, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
@@ -93,7 +102,7 @@ def _count_stages(encoded: str, vision: str) -> tuple[Parameters, ...]:
     micro-batches, so the answers are kept.
     """
     recorded = RecordedLayouts.decode(encoded)
-    layout, sizes = recorded.source(), recorded.trainer
+    layout, sizes = recorded.find_trained(), recorded.trainer
     return tuple(count_parameters(layout, sizes, stage, vision) for stage in range(sizes.pp))
 
 
@@ -163,11 +172,29 @@ def predict_trainer(run: PlannedRun, sync: SyncMemory | None = None) -> list[Use
         plan=run.plan,
     )
     sync = sync or SyncMemory.count(run)
-    for uses in stages:
+    packed = _count_packed(run)
+    for stage, uses in enumerate(stages):
         uses["sync buffers"] = sync.buffer_bytes
+        if packed:
+            uses[SENT_EXPERTS] = packed[stage]
         if sync.sender_pairs:
             uses["sync communicators"] = count_pair_bytes(sync.sender_pairs)
     return stages
+
+
+def _count_packed(run: PlannedRun) -> list[int]:
+    """Count by stage the bytes of a rank's experts in INT4, which it has while it sends them.
+
+    [] if it sends none, or has the memory of a train step for them.
+    """
+    if run.rollout.quantization != "int4" or not run.cluster.colocated:
+        return []
+    sizes = MegatronSizes.from_config(run.parallel, run.models.policy.config)
+    recorded = RecordedLayouts(
+        run.models.policy.config, run.dtype, sizes, SGLangSizes(), quantization="int4"
+    )
+    boxes = (list_boxes(recorded.source(), s * sizes.stage_ranks) for s in range(sizes.pp))
+    return [sum(b.numel * itemsize(d) for b, d in held if split_part(b.name)) for held in boxes]
 
 
 def predict_critic(run: PlannedRun) -> list[Uses]:

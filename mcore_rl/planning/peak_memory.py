@@ -55,6 +55,8 @@ def encode_ranks(ranks: Iterable[RankMemory]) -> list[dict[str, Any]]:
 
 UNROUNDED = "weights before rounding"
 """The copy of the matrices that train.fake_quantization rounds."""
+SENT_EXPERTS = "experts in INT4"
+"""Words and scales of rollout.quantization=int4, which a trainer rank has while it sends them."""
 STATE = ("weights", "gradients", "optimizer")
 KEPT = ("sync buffers", "sync communicators", "CUDA graphs")
 """Purposes of memory that a process keeps as long as it runs."""
@@ -104,7 +106,8 @@ def _list_moments(
     offload: bool, trainer: Uses, critic: Uses, engine: Uses, colocated: Uses
 ) -> dict[str, Uses]:
     """Return by moment what the processes on one GPU hold; see `find_peaks`."""
-    own = {f"trainer's {what}": size for what, size in trainer.items()}
+    sent = trainer.get(SENT_EXPERTS, 0)
+    own = {f"trainer's {what}": size for what, size in trainer.items() if what != SENT_EXPERTS}
     other = {f"critic's {what}": size for what, size in critic.items()}
     served = {f"engine's {what}": size for what, size in engine.items()}
     state = () if offload else STATE
@@ -118,6 +121,7 @@ def _list_moments(
         "weight sync": {
             **idle,
             **_select(own, "trainer's", ("weights",)),
+            **({f"trainer's {SENT_EXPERTS}": sent} if sent else {}),
             **_drop(served, "engine's", RELEASED),
         },
         "generation": {**idle, **served},

@@ -16,7 +16,6 @@ from mcore_rl.weight_sync.buckets import bound_message_bytes
 from mcore_rl.weight_sync.transports.gpu_pairs import MAX_CTAS
 from mcore_rl.weight_sync.transports.transport import NUM_SLOTS
 from mcore_rl.weights.layouts.layout import Layout
-from mcore_rl.weights.layouts.megatron import MegatronLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 from mcore_rl.weights.plan.shares import RegularHosts
@@ -94,7 +93,7 @@ def _has_graphs(rollout: RolloutConfig, phase: str) -> bool:
 class _Links:
     """The trainer's layout and that of one engine, as a link has them, and where engines are."""
 
-    source: MegatronLayout
+    source: Layout
     engine: Layout
     per_host: int
     engines: int
@@ -103,9 +102,9 @@ class _Links:
     @staticmethod
     def make(run: PlannedRun) -> "_Links":
         one = replace(SGLangSizes.from_config(run.rollout), engines=1)
-        fp8 = run.rollout.quantization == "fp8"
+        quantization = run.rollout.quantization
         policy = choose_served(run.models.policy, run.rollout)
-        recorded = record_layouts(policy, run.dtype, run.parallel, one, fp8=fp8)
+        recorded = record_layouts(policy, run.dtype, run.parallel, one, quantization=quantization)
         source = recorded.source()
         per_host = run.plan.ranks_per_host
         first_host = 0 if run.cluster.colocated else -(-source.num_ranks // per_host)

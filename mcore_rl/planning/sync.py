@@ -185,7 +185,7 @@ def make_flows_table(
     for first in range(0, summary.trainer_ranks, stage_ranks):
         ranks = slice(first, first + stage_ranks)
         what = ", ".join(
-            _show_layers(layers) for layers in deployment.source.stage_layers(first // stage_ranks)
+            _show_layers(layers) for layers in deployment.trained.stage_layers(first // stage_ranks)
         )
         for counts, to in (
             (traffic.trainer.network_out, engines),

@@ -28,6 +28,7 @@ from mcore_rl.rollout import (
     image_request,
     mamba_decay,
     ngram_switch,
+    packed_experts,
     speculation,
 )
 from mcore_rl.rollout.adapters import AdapterSlots, serve_by_name
@@ -53,6 +54,7 @@ from mcore_rl.rollout.scheduler_setup import (
     keep_first_keys,
     set_schedulers_up,
 )
+from mcore_rl.weights.hf import int4
 from mcore_rl.weights.models.tower import merge_size, read_placeholder
 
 OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
@@ -155,6 +157,9 @@ def list_set_ups(server_args: Any, shares_prompts: bool, chooses_passes: bool) -
         set_ups.append(keep_first_keys)
     set_ups += list_draft_set_ups(server_args, chooses_passes)
     architectures = read_config(server_args.model_path).get("architectures") or ()
+    overridden = json.loads(server_args.json_model_override_args)
+    if int4.is_int4(overridden):
+        set_ups.append(packed_experts.keep_words_in_order)
     if mamba_decay.ARCHITECTURES & set(architectures):
         set_ups.append(mamba_decay.keep_logarithms)
     return set_ups

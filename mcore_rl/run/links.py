@@ -61,6 +61,5 @@ def make_record(
     model: ModelConfig, parallel: ParallelConfig, rollout: RolloutConfig, policy: ModelFacts
 ) -> RecordLayouts:
     """Return the function that records the layouts of trainer ranks, and of engines by size."""
-    fp8 = rollout.quantization == "fp8"
     policy = choose_served(policy, rollout)
-    return partial(record_layouts, policy, model.dtype, parallel, fp8=fp8)
+    return partial(record_layouts, policy, model.dtype, parallel, quantization=rollout.quantization)

@@ -32,7 +32,9 @@ from mcore_rl.types import (
     TrainBatch,
 )
 from mcore_rl.weight_sync.wire import Link, Report
+from mcore_rl.weights.hf.low_precision import Quantization
 from mcore_rl.weights.lora.places import Content
+from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.workers.stores import SampleStores
 
 VALUES = StoredColumn("values")
@@ -46,8 +48,8 @@ class ModelSpec:
 
     profile, profile_dir   the steps and ranks to capture, and the folder of the captures
     outlives_failed_saves  checkpoint.on_error=continue
-    sends_rounded          engines get the rounded weights of train.fake_quantization; False: they
-                           get values of rollout.quantization, which are made of the weights
+    quantization           rollout.quantization: what engines get is made of the weights; "none":
+                           they get the weights, or what train.fake_quantization rounded them to
     lends_frozen           weights below low-rank factors lie where a critic can map them
     frozen_paths           where those of the policy's ranks lie, by rank; (): nowhere
     serves_drafts          engines hold trained MTP layers, too: rollout.speculate=mtp
@@ -64,7 +66,7 @@ class ModelSpec:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     profile_dir: str = ""
     outlives_failed_saves: bool = False
-    sends_rounded: bool = False
+    quantization: Quantization = "none"
     lends_frozen: bool = False
     frozen_paths: tuple[str, ...] = ()
     serves_drafts: bool = False
@@ -109,7 +111,7 @@ class ModelWorker:
         )
         self._rank = rank
         self._loss = spec.loss
-        self._sends_rounded = spec.sends_rounded
+        self._quantization: Quantization = spec.quantization
         self._serves_drafts = spec.serves_drafts
         self._profile = spec.profile
         self._profile_dir = Path(spec.profile_dir)
@@ -220,6 +222,8 @@ class TrainerWorker(ModelWorker):
     """One rank of the policy; `spec.loss` is a TokenLoss. Ranks that own no output return None."""
 
     _sender: Any = None
+    _packed: Any = None
+    """Words and scales of routed experts, where engines serve INT4."""
 
     def _model_cls(self) -> Any:
         from mcore_rl.train.actor import Actor
@@ -269,9 +273,14 @@ class TrainerWorker(ModelWorker):
     def describe(self, content: Content = "weights") -> bytes:
         """Return the facts that engines need of this rank; the first call makes its sender."""
         if self._sender is None:
+            from mcore_rl.weight_sync.packed_experts import PackedExperts
             from mcore_rl.weight_sync.sender import WeightSender
 
             shards, tensors = self._model.select_served_layout(drafts=self._serves_drafts)
+            if self._quantization == "int4":
+                shapes = hf_tensor_shapes(self._model.hf_config)
+                self._packed = PackedExperts(shards, tensors, shapes, self._rank)
+                shards, tensors = self._packed.shards, self._packed.tensors
             self._sender = WeightSender(
                 shards,
                 tensors,
@@ -297,8 +306,10 @@ class TrainerWorker(ModelWorker):
             self._sender.publish_sums(version, engines)
 
     def _swap_in_sent_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are those that engines get."""
-        return self._model.round_weights() if self._sends_rounded else nullcontext()
+        """Return a context in which what is sent is what engines get."""
+        if self._packed is not None:
+            return self._packed.swap_in()
+        return self._model.round_weights() if self._quantization == "none" else nullcontext()
 
 
 class CriticWorker(ModelWorker):

@@ -167,6 +167,38 @@ def test_engines_of_a_vision_model_are_not_quantized() -> None:
         check_served(config, QWEN_VL)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "sizes", "reason"),
+    [
+        (
+            "qwen3_30b_a3b_grpo_8",
+            {"tp": 16, "ep": 1},
+            "engine rank 0 holds .*down_proj.* groups",
+        ),
+        ("qwen3_30b_a3b_grpo_8", {"tp": 16, "ep": 4}, ""),
+        ("nemotron3_nano_30b_a3b_grpo_8", {}, "in routed experts with a gate, which the model"),
+        ("qwen2_5_vl_7b_grpo_8", {}, "in routed experts with a gate, which the model"),
+    ],
+)
+def test_int4_engines_have_whole_groups_of_gated_experts(
+    recipe: str, sizes: dict[str, int], reason: str
+) -> None:
+    config = load_recipe(recipe, [])
+    policy = PlannedRun.make(config).models.policy
+    config.rollout = replace(config.rollout, quantization="int4", **sizes)
+    refusal = pytest.raises(ValueError, match=f"rollout.quantization=int4 with .*{reason}")
+    with refusal if reason else nullcontext():
+        check_served(config, policy)
+
+
+def test_trainer_ranks_have_whole_groups_of_what_int4_engines_get() -> None:
+    config = load_recipe("qwen3_30b_a3b_grpo_8", ["rollout.quantization=int4"])
+    check(config, QWEN)
+    config.parallel = replace(config.parallel, ep=1, etp=16, dp=4)
+    with pytest.raises(ValueError, match=r"rollout.quantization=int4 .* trainer rank 0 holds"):
+        check(config, QWEN)
+
+
 def test_more_ranks_than_key_value_heads_hold_copies() -> None:
     check_engine_sizes(RolloutConfig(tp=8, ep=8), QWEN)
 

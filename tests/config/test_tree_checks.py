@@ -1,5 +1,6 @@
 """Options of different groups that contradict one another are refused with a remedy."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,10 +30,39 @@ from mcore_rl.config.tree_checks import (
 
 def test_weights_are_quantized_from_bfloat16() -> None:
     fp8 = RolloutConfig(quantization="fp8")
-    check_quantization(fp8, ModelConfig(dtype="bfloat16"))
-    check_quantization(RolloutConfig(), ModelConfig(dtype="float32"))
+    check_quantization(fp8, ModelConfig(dtype="bfloat16"), TrainConfig())
+    check_quantization(RolloutConfig(), ModelConfig(dtype="float32"), TrainConfig())
     with pytest.raises(ValueError, match=r"model.dtype=float32: needs model.dtype=bfloat16"):
-        check_quantization(fp8, ModelConfig(dtype="float32"))
+        check_quantization(fp8, ModelConfig(dtype="float32"), TrainConfig())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "train", "reason"),
+    [
+        (
+            RolloutConfig(quantization="int4", sglang={"moe_runner_backend": "marlin"}),
+            TrainConfig(),
+            r"with rollout.sglang.moe_runner_backend=marlin: .* set it to triton, or",
+        ),
+        (
+            RolloutConfig(quantization="int4", sglang={"moe_a2a_backend": "deepep"}),
+            TrainConfig(),
+            r"with rollout.sglang.moe_a2a_backend=deepep: .* set it to none, or",
+        ),
+        (
+            RolloutConfig(quantization="int4"),
+            TrainConfig(lora=LoraConfig(rank=8)),
+            r"with train.lora.rank=8: engines merge factors into no weights in INT4",
+        ),
+    ],
+)
+def test_experts_in_int4_are_served_by_one_kernel(
+    rollout: RolloutConfig, train: TrainConfig, reason: str
+) -> None:
+    model = ModelConfig(dtype="bfloat16")
+    with pytest.raises(ValueError, match=f"rollout.quantization=int4 {reason}"):
+        check_quantization(rollout, model, train)
+    check_quantization(replace(rollout, sglang={}), model, TrainConfig())
 
 
 def test_engines_compute_with_the_weights_that_train() -> None:

@@ -6,8 +6,9 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.config.recipe import load_recipe
+from mcore_rl.planning.engine_memory import predict_engine
 from mcore_rl.planning.memory import _count_stages, predict_memory, predict_trainer
-from mcore_rl.planning.peak_memory import RankMemory
+from mcore_rl.planning.peak_memory import RankMemory, find_peaks
 from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.planning.resident_memory import NO_LINKS
 from tests.support.policy import read
@@ -127,21 +128,38 @@ def test_a_critic_that_sees_images_counts_its_tower() -> None:
     assert less.uses["weights"] == first.uses["weights"]
 
 
-def test_fp8_engines_hold_half_the_weights() -> None:
-    bf16, fp8 = (
+def test_engines_hold_a_half_of_the_weights_in_fp8_and_a_third_in_int4() -> None:
+    """All but experts are bfloat16 in INT4, whose words and scales take 9/16 of a byte."""
+    bf16, fp8, int4 = (
         total(
             predict(
                 "kimi_k2_grpo_256_128",
                 "rollout.tp=16",
                 "rollout.ep=16",
+                "rollout.sglang.moe_a2a_backend=none",
                 f"rollout.quantization={kind}",
             ),
             "weights",
             "engine",
         )
-        for kind in ("none", "fp8")
+        for kind in ("none", "fp8", "int4")
     )
     assert 0.5 < fp8 / bf16 < 0.56
+    assert 0.28 < int4 / bf16 < 0.33
+
+
+def test_a_rank_beside_an_engine_has_words_and_scales_of_its_experts_while_it_sends() -> None:
+    run = PlannedRun.make(load_recipe("qwen3_30b_a3b_grpo_8", ["rollout.quantization=int4"]))
+    [trainer], [engine] = predict_trainer(run), predict_engine(run)
+    sent = 128 * 48 * 3 * 2048 * 768 / run.parallel.ep * 9 / 16
+    assert trainer["experts in INT4"] == sent
+    [peak] = find_peaks(run.parallel, True, [trainer], [], [engine], {})
+    assert peak.moment == "train step"
+    assert "trainer's experts in INT4" not in peak.uses
+    sending = {what: trainer[what] for what in ("weights", "experts in INT4")}
+    [peak] = find_peaks(run.parallel, True, [sending], [], [{"weights": 1.0}], {})
+    assert peak.moment == "weight sync"
+    assert peak.uses["trainer's experts in INT4"] == sent
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,19 @@ def test_fp8_engines_are_sent_half_the_bytes(capsys: pytest.CaptureFixture[str])
     assert fp8["lower_bound_bytes"] <= fp8["busiest_link_bytes"] <= 1.08 * fp8["lower_bound_bytes"]
 
 
+def test_int4_engines_are_sent_words_and_scales_of_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ["recipe=qwen3_30b_a3b_grpo_32", "rollout.quantization=int4"]
+    assert main(["plan", *settings, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["model_bytes"]
+    experts = 128 * 48 * 3 * 2048 * 768
+    others = 30.532e9 - experts
+    assert found == pytest.approx(2 * others + experts * 9 / 16, rel=1e-3)
+    assert main(["plan", *settings, "--detail"]) == 0
+    assert f"{found / 2**30:.1f} GiB" in capsys.readouterr().out
+
+
 def test_the_tables_name_who_sends_what(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["recipe=qwen3_30b_a3b_grpo_32", "parallel.pp=2", "parallel.dp=4"]
     assert main(["plan", "--detail", *settings]) == 0

@@ -13,7 +13,7 @@ TIMEOUT_S = 120.0
 
 
 class EngineRanks:
-    """The ranks of an engine that does not serve, each in a process of its own (fp8_engine.py)."""
+    """The ranks of an engine that does not serve, each in a process (unserved_engine.py)."""
 
     def __init__(self, hf_dir: Path, sizes: Mapping[str, Any]) -> None:
         self._processes = [
@@ -21,7 +21,7 @@ class EngineRanks:
                 [
                     sys.executable,
                     "-m",
-                    "tests.support.fp8_engine",
+                    "tests.support.unserved_engine",
                     json.dumps({"hf_dir": str(hf_dir), "sizes": sizes, "rank": rank}),
                 ],
                 env={**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"},

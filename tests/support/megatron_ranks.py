@@ -11,6 +11,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,11 @@ from mcore_rl.process.network import find_free_port
 from mcore_rl.train.actor import Actor
 from mcore_rl.train.runtime import init_distributed, rank_coordinate
 from mcore_rl.types import LogprobOptions, StepStats, TokenScores, TrainBatch
+from mcore_rl.weight_sync.packed_experts import PackedExperts
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Link, Report
 from mcore_rl.weights.lora.places import Content
+from mcore_rl.weights.models import hf_tensor_shapes
 from tests.support.distributed import PRELOAD
 from tests.support.rank_calls import answer_calls
 from tests.support.saved import saved_tensors
@@ -107,9 +110,15 @@ class _MegatronRank:
         )
         self._loss = make_policy_loss(config.algorithm)
         drafts = config.rollout.speculate == "mtp"
-        held = self._actor.select_served_layout(drafts=drafts)
+        shards, tensors = self._actor.select_served_layout(drafts=drafts)
+        self._swap_in: Any = nullcontext
+        if config.rollout.quantization == "int4":
+            shapes = hf_tensor_shapes(self._actor.hf_config)
+            packed = PackedExperts(shards, tensors, shapes, self._rank)
+            shards, tensors, self._swap_in = packed.shards, packed.tensors, packed.swap_in
         self._sender = WeightSender(
-            *held,
+            shards,
+            tensors,
             self._rank,
             adapter=self._actor.adapter_layouts(),
             unadapted=self._actor.without_adapter,
@@ -151,7 +160,8 @@ class _MegatronRank:
         return self._sender.connect(link)
 
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
-        return self._sender.send(version, engines, timeout_s)
+        with self._swap_in():
+            return self._sender.send(version, engines, timeout_s)
 
     def publish_sums(self, version: int, engines: Sequence[str]) -> None:
         self._sender.publish_sums(version, engines)

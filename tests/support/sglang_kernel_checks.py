@@ -12,6 +12,7 @@ from types import SimpleNamespace, new_class
 import pytest
 import torch
 
+from tests.support.int4_oracle import compress_with_library, decompress_with_library
 from tests.support.upstream import assert_defect, fails_without
 
 
@@ -38,6 +39,48 @@ def check_group_experts():
         assert torch.allclose(actual, expected, atol=1e-5)
         nothing = grouped(layer, x, (weights, torch.full_like(ids, -1), None), config)
         assert torch.equal(nothing, torch.zeros(10, hidden))
+
+
+def check_unpack_experts():
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang_on_cpu.experts import unpack_experts
+
+    torch.manual_seed(0)
+    config = MoeRunnerConfig(activation="silu")
+    packed = SimpleNamespace(block_shape=[0, 32], use_int4_w4a16=True)
+    plain = SimpleNamespace(num_experts=3, w13_weight=[], w2_weight=[])
+    for name, shape in (("w13", (64, 64)), ("w2", (64, 32))):
+        words, scales = [], []
+        for _ in range(3):
+            parts = compress_with_library(torch.randn(shape, dtype=torch.bfloat16))
+            words.append(parts["weight_packed"].view(torch.uint8))
+            scales.append(parts["weight_scale"])
+            getattr(plain, f"{name}_weight").append(decompress_with_library(parts))
+        setattr(packed, f"{name}_weight", torch.stack(words))
+        setattr(packed, f"{name}_scale", torch.stack(scales))
+        setattr(plain, f"{name}_weight", torch.stack(getattr(plain, f"{name}_weight")))
+
+    class Scheme(compressed_tensors.CompressedTensorsWNA16TritonMoE):
+        def __init__(self):
+            pass
+
+        def get_triton_quant_info(self, layer):
+            return packed
+
+    x = torch.randn(10, 64, dtype=torch.bfloat16)
+    weights, ids = torch.rand(10, 3).topk(2)
+    dispatched = SimpleNamespace(hidden_states=x, topk_output=(weights, ids, None))
+    with fails_without("unpack_experts", Exception):
+        scheme = Scheme()
+        scheme.create_moe_runner(None, config)
+        scheme.apply_weights(None, dispatched)
+    unpack_experts()
+    scheme = Scheme()
+    scheme.create_moe_runner(None, config)
+    expected = fused_moe_native.moe_forward_native(plain, x, (weights, ids, None), config)
+    assert torch.equal(scheme.apply_weights(None, dispatched).hidden_states, expected)
 
 
 def make_experts(kind: str, hidden: int) -> tuple[SimpleNamespace, SimpleNamespace]:

@@ -13,15 +13,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.rollout.mamba_decay import keep_logarithms
+from mcore_rl.rollout.packed_experts import RUNNER_ARGUMENTS
 from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.receiver import keep_on_calling_thread
 from mcore_rl.weights.hf.config import read_hf_config
+from mcore_rl.weights.hf.int4 import is_int4
 from mcore_rl.weights.layouts.engine_trace import trace_load_weights
 from mcore_rl.weights.layouts.layout import check_rank
 from mcore_rl.weights.layouts.sglang import SGLangLayout
@@ -109,6 +112,29 @@ def trace_rank(hf_dir: str, dtype: str, hf_config: Any, sizes: SGLangSizes, rank
         ).shards
 
 
+def list_arguments(hf_dir: str, dtype: str, sizes: SGLangSizes) -> list[str]:
+    """SGLang's arguments for an engine of the model."""
+    options = {
+        "--model-path": hf_dir,
+        "--dtype": dtype,
+        "--tp-size": sizes.tp,
+        "--ep-size": sizes.ep,
+    }
+    options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
+    arguments = [str(part) for item in options.items() for part in item]
+    if sizes.head_by_dp:
+        arguments.append("--enable-dp-lm-head")
+    if sizes.whole_tower:
+        arguments.append("--mm-enable-dp-encoder")
+    if sizes.whole_dense_layers:
+        arguments += ["--moe-dense-tp-size", "1"]
+    if sizes.whole_shared_experts:
+        arguments += ["--moe-a2a-backend", "deepep"]
+    if is_int4(json.loads((Path(hf_dir) / "config.json").read_text())):
+        arguments += RUNNER_ARGUMENTS
+    return arguments
+
+
 @contextmanager
 def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iterator[Any]:
     """Build SGLang's model of this engine rank, quantized as config.json says, without weights."""
@@ -126,22 +152,7 @@ def engine_model(hf_dir: str, dtype: str, sizes: SGLangSizes, rank: int) -> Iter
     )
     from sglang.srt.server_args import prepare_server_args
 
-    options = {
-        "--model-path": hf_dir,
-        "--dtype": dtype,
-        "--tp-size": sizes.tp,
-        "--ep-size": sizes.ep,
-    }
-    options |= {"--pp-size": sizes.pp, "--attn-dp-size": sizes.dp}
-    arguments = [str(part) for item in options.items() for part in item]
-    if sizes.head_by_dp:
-        arguments.append("--enable-dp-lm-head")
-    if sizes.whole_tower:
-        arguments.append("--mm-enable-dp-encoder")
-    if sizes.whole_dense_layers:
-        arguments += ["--moe-dense-tp-size", "1"]
-    if sizes.whole_shared_experts:
-        arguments += ["--moe-a2a-backend", "deepep"]
+    arguments = list_arguments(hf_dir, dtype, sizes)
     server_args = prepare_server_args([*use_cpu(arguments), "--skip-tokenizer-init"])
     reset_context()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=rank))

@@ -69,7 +69,7 @@ def engines() -> Iterator[list[Engine]]:
 
 def test_one_sender_brings_the_models_weights_to_all_engines(engines: list[Engine]) -> None:
     worker: Any = TrainerWorker.__new__(TrainerWorker)
-    worker._model, worker._rank, worker._sends_rounded = Model(), 0, False
+    worker._model, worker._rank, worker._quantization = Model(), 0, "none"
     worker._serves_drafts = False
     worker.describe()
     for engine in engines:

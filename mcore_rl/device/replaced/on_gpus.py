@@ -244,6 +244,24 @@ ENGINES: tuple[Patch, ...] = (
         "::test_every_rank_loads_what_the_rule_says",
     ),
     Patch(
+        "mcore_rl.rollout.packed_experts:keep_words_in_order",
+        (
+            "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+            ".CompressedTensorsWNA16TritonMoE",
+        ),
+        by="the parameters of experts in INT4 by ones whose bytes are in the order of files from"
+        " the beginning",
+        reason="SGLang loads their transpose, puts it in order once it has loaded, and can load"
+        " nothing after that",
+        scope=Scope.BOTH,
+        runs=Times.IN_STEPS,
+        switch="`rollout.quantization=none`, the default",
+        opt_in=True,
+        required="a weight sync would not find where a slice belongs",
+        test="tests/scenarios/weight_sync/test_int4_sync.py"
+        "::test_experts_are_those_of_a_checkpoint_quantized_from_a_gather",
+    ),
+    Patch(
         "mcore_rl.weight_sync.adapter.serving:serve_adapters",
         (
             "sglang.srt.managers.scheduler.Scheduler.__init__",

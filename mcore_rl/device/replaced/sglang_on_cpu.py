@@ -225,6 +225,18 @@ PATCHES: tuple[Patch, ...] = (
     ),
     _patch(
         "experts",
+        "unpack_experts",
+        tuple(
+            f"{_SRT}.layers.quantization.compressed_tensors.compressed_tensors"
+            f".CompressedTensorsWNA16TritonMoE.{name}"
+            for name in ("create_moe_runner", "apply_weights")
+        ),
+        "the triton kernel of experts in INT4 by dequantized weights and `group_experts`",
+        "SGLang has no CPU path",
+        "the triton kernel: it dequantizes to the same bits as it computes",
+    ),
+    _patch(
+        "experts",
         "keep_routed_experts_in_plain_memory",
         (f"{_SRT}.mem_cache.pool_host.common.ALLOC_MEMORY_FUNCS",),
         "the buffer of routed experts by plain memory",

@@ -27,9 +27,9 @@ from mcore_rl.weight_sync.controller.linked_engine import VERIFIED_FIRST
 
 _log = logging.getLogger(__name__)
 
-MOST = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0}
+MOST = {"float32": 1e-3, "bfloat16": 0.5, "fp8": 1.0, "int4": 1.0}
 """The engines' dtype -> the largest tolerated rounding of logits in nats (`overall`)."""
-LEAST = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 5e-3}
+LEAST = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 5e-3, "int4": 5e-3}
 """The engines' dtype -> the rounding of logits in nats that is always tolerated."""
 MIN_TOKENS = 1024
 """Differences of fewer compared tokens are neither learned nor judged by learned ones.
@@ -128,7 +128,7 @@ class ParityTolerance:
     ) -> None:
         """Read the measurements in `file`, if they were `made_by` the same model and devices.
 
-        precision   the engines' dtype: model.dtype, or fp8
+        precision   what engines hold: model.dtype, fp8 or int4
         file        keeps measurements for a run that continues; None: they are not kept
         made_by     everything that the rounding depends on
         """

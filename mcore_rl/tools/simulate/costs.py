@@ -76,6 +76,8 @@ class TowerCosts:
 
 RECOMPUTED = {"mlp": 0.4, "moe": 0.6, "core_attn": 0.2, "mla_up_proj": 0.1, "full": 1.0}
 """Share of a forward pass that is computed again in the backward pass, by train.recompute."""
+EXPERT_BYTES = {"fp8": 1.0, "int4": 0.5625}
+"""rollout.quantization -> bytes of a parameter of an expert."""
 LOGPROB_BYTES = 8
 """Bytes of a token and its log-prob as ranks read them from the stores."""
 ADVANTAGE_S_PER_TOKEN = 0.3e-6
@@ -143,7 +145,7 @@ def _decode_s(
     """
     read = weights
     if facts.has_experts:
-        size = 1 if rollout.quantization == "fp8" else itemsize(dtype)
+        size = EXPERT_BYTES.get(rollout.quantization, itemsize(dtype))
         experts = _expert_numbers(facts) * size / rollout.tp
         untouched = (1 - facts.experts_per_token / facts.num_experts) ** num_running
         read -= experts * untouched

@@ -297,6 +297,13 @@ class ModelFacts:
         return self.family.stacks_experts
 
     @property
+    def has_gated_experts(self) -> bool:
+        """Return whether the model has routed experts, and each a gate."""
+        gates = (".experts.{expert}.gate_proj.weight", ".experts.{expert}.w1.weight")
+        names = (tensor.name for rule in self.family.rules for tensor in rule.tensors)
+        return self.has_experts and any(name.endswith(gates) for name in names)
+
+    @property
     def has_tower(self) -> bool:
         """Return whether the model sees images."""
         return self.family.has_tower

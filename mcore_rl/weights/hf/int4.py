@@ -26,6 +26,27 @@ PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 TEXT = "text_config"
 KEY = "quantization_config"
 
+QUANTIZATION_CONFIG: Mapping[str, Any] = {
+    "quant_method": METHOD,
+    "format": FORMAT,
+    "quantization_status": "compressed",
+    "ignore": [r"re:(?!.*\.experts\.\d+\.)"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": GROUP,
+                "symmetric": True,
+                "dynamic": False,
+            },
+        }
+    },
+}
+"""The "quantization_config" in config.json of a model whose routed experts have such weights."""
+
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "num_bits": (4,),
     "type": ("int",),

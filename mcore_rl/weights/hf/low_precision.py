@@ -19,6 +19,7 @@ from mcore_rl.weights.hf.int4_groups import dequantize_groups, quantize_groups
 from mcore_rl.weights.hf.quantize import dequantize_blocks, quantize_into
 
 Precision = Literal["fp8", "int4"]
+Quantization = Literal["none"] | Precision
 _PARTS = {"fp8": f"{BLOCK} x {BLOCK} blocks", "int4": f"groups of {GROUP} columns"}
 
 

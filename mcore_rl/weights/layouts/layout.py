@@ -279,6 +279,14 @@ class Layout(Protocol):
         ...
 
 
+class DescribedLayout(Layout, Protocol):
+    """A layout that knows the whole tensors."""
+
+    def hf_tensors(self) -> HfTensors:
+        """Return HF name -> (shape, dtype) of every tensor."""
+        ...
+
+
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Box, str]]:
     """Yield (box, dtype) of everything that `rank` holds by `layout`."""
     for name in layout.names(rank):

@@ -37,8 +37,10 @@ from mcore_rl.weights.hf.fp8 import (
     make_scale_box,
     make_scale_name,
 )
+from mcore_rl.weights.hf.low_precision import Quantization
 from mcore_rl.weights.layouts.layout import (
     NOWHERE,
+    DescribedLayout,
     HfTensors,
     Layout,
     PlacedPiece,
@@ -46,6 +48,7 @@ from mcore_rl.weights.layouts.layout import (
     Ranks,
 )
 from mcore_rl.weights.layouts.megatron import MegatronLayout, MegatronSizes
+from mcore_rl.weights.layouts.packed_experts import PackedExpertsLayout
 from mcore_rl.weights.layouts.sglang import SGLangLayout
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from mcore_rl.weights.models import family_of
@@ -181,25 +184,35 @@ def find_shape(*placements: Placement) -> tuple[int, ...]:
 class RecordedLayouts:
     """The numbers that the layouts of both sides follow from.
 
-    hf_config   config.json
-    dtype       torch name of the model's dtype on both sides
-    fp8         whether engines hold projections in FP8
+    hf_config      config.json
+    dtype          torch name of the model's dtype on both sides
+    quantization   of what engines hold: projections in FP8, or routed experts in INT4
     """
 
     hf_config: Mapping[str, Any]
     dtype: str
     trainer: MegatronSizes
     engines: SGLangSizes
-    fp8: bool = False
+    quantization: Quantization = "none"
 
-    def source(self) -> MegatronLayout:
-        """Return the trainer's layout. Raises ValueError if the sizes do not divide the model."""
+    def find_trained(self) -> MegatronLayout:
+        """Return the layout of what trainer ranks hold.
+
+        Raises ValueError if the sizes do not divide the model.
+        """
         return MegatronLayout(family_of(self.hf_config), self.hf_config, self.trainer, self.dtype)
+
+    def source(self) -> DescribedLayout:
+        """Return the layout of what trainer ranks send; raises as `find_trained`."""
+        layout = self.find_trained()
+        return PackedExpertsLayout(layout) if self.quantization == "int4" else layout
 
     def target(self) -> Layout:
         """Return the engines' layout. Raises ValueError if the sizes do not divide the model."""
         layout = SGLangLayout(family_of(self.hf_config), self.hf_config, self.engines, self.dtype)
-        return QuantizedLayout(layout) if self.fp8 else layout
+        if self.quantization == "int4":
+            return PackedExpertsLayout(layout)
+        return QuantizedLayout(layout) if self.quantization == "fp8" else layout
 
     def encode(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -211,7 +224,7 @@ class RecordedLayouts:
         trainer = MegatronSizes(**fields["trainer"], stage_layers=stage_layers)
         engines = SGLangSizes(**fields["engines"])
         return RecordedLayouts(
-            fields["hf_config"], fields["dtype"], trainer, engines, fields["fp8"]
+            fields["hf_config"], fields["dtype"], trainer, engines, fields["quantization"]
         )
 
 

@@ -64,7 +64,7 @@ class AdapterLayouts:
     @cached_property
     def _all(self) -> RecordedLayouts:
         # W0 and factors travel in the trainer's dtype, whatever engines serve.
-        return replace(RecordedLayouts.decode(self.recorded), fp8=False)
+        return replace(RecordedLayouts.decode(self.recorded), quantization="none")
 
     @cached_property
     def _matrices(self) -> dict[str, Shape]:

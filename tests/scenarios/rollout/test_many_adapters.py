@@ -139,7 +139,7 @@ def test_the_plan_counts_the_buffers_for_adapters(served: Served) -> None:
     [told] = re.findall(r"buffers of adapters: (\d+) bytes", log)
     facts = ModelFacts.read(served.base)
     names = [name for name in hf_tensor_shapes(facts.config) if name.endswith("_proj.weight")]
-    layouts = record_layouts(facts, "float32", ParallelConfig(), SGLangSizes(), fp8=False)
+    layouts = record_layouts(facts, "float32", ParallelConfig(), SGLangSizes())
     numel = count_buffers(layouts.target(), 0, names, max(RANKS), len(RANKS) + 1)
     assert 4 * numel == int(told)
 

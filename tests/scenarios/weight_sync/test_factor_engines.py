@@ -74,7 +74,9 @@ class Linked:
         policy = ModelFacts.read(self.config.model.path)
         sizes = SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
         fp8 = self.config.rollout.quantization == "fp8"
-        recorded = record_layouts(policy, "bfloat16", self.config.parallel, sizes, fp8=fp8)
+        recorded = record_layouts(
+            policy, "bfloat16", self.config.parallel, sizes, quantization="fp8" if fp8 else "none"
+        )
         self.link = Link(
             *("engine", "127.0.0.1", self.store.port, self.store.key),
             *(NUM_RANKS, ENGINE["tp"], 1 << 16, TIMEOUT_S),

@@ -147,7 +147,9 @@ def make_config(hf_dir: Path, layout: Mapping[str, Any]) -> Config:
 def make_link(store: LinkStore, config: Config) -> Link:
     policy = ModelFacts.read(config.model.path)
     engines = SGLangSizes(tp=ENGINE["tp"], ep=ENGINE["ep"])
-    recorded = record_layouts(policy, config.model.dtype, config.parallel, engines, fp8=True)
+    recorded = record_layouts(
+        policy, config.model.dtype, config.parallel, engines, quantization="fp8"
+    )
     layouts = recorded.encode()
     return Link(
         *("fp8", "127.0.0.1", store.port, store.key),
@@ -202,7 +204,7 @@ def test_fp8_parameters_are_those_of_a_checkpoint_quantized_from_a_gather(
         engine.ask(expected=str(expected))
         for answer in engine.answers():
             assert answer["differ"] == []
-            assert answer["num_fp8"] == NUM_FP8[kind]
+            assert answer["num_quantized"] == NUM_FP8[kind]
         if kind == "qwen3_moe":
             check_refusal(ranks, engine, hf_dir)
     finally:

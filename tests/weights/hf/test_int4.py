@@ -9,8 +9,6 @@ from compressed_tensors.compressors.pack_quantized import (
     pack_to_int32,
     unpack_from_int32,
 )
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from mcore_rl.weights.hf.int4 import GROUP, find_int4_problem, is_int4
@@ -21,10 +19,8 @@ from mcore_rl.weights.hf.int4_groups import (
     quantize_groups,
     unpack_values,
 )
+from tests.support.int4_oracle import SCHEME, compress_with_library
 from tests.support.quantized_models import INT4
-
-ARGUMENTS = QuantizationArgs(num_bits=4, group_size=GROUP, strategy="group", symmetric=True)
-SCHEME = QuantizationScheme(targets=["Linear"], weights=ARGUMENTS)
 
 
 def make_weights(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -35,18 +31,6 @@ def make_weights(rows: int, columns: int, seed: int = 0) -> Tensor:
     weights[0, :GROUP] = 0
     weights[1, :GROUP] = -weights[1, :GROUP].abs()
     return weights.to(torch.bfloat16)
-
-
-def find_library_scales(weights: Tensor) -> Tensor:
-    groups = weights.unflatten(-1, (-1, GROUP))
-    scales, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), ARGUMENTS)
-    return scales
-
-
-def compress_with_library(weights: Tensor) -> tuple[Tensor, Tensor]:
-    state = {"weight": weights, "weight_scale": find_library_scales(weights)}
-    packed = PackedQuantizationCompressor.compress(state, SCHEME)
-    return packed["weight_packed"], packed["weight_scale"]
 
 
 def test_every_pair_of_values_is_packed_as_the_library_does() -> None:
@@ -68,10 +52,10 @@ def test_the_first_value_is_in_the_lowest_bits() -> None:
 def test_weights_are_quantized_and_read_as_the_library_does(seed: int) -> None:
     weights = make_weights(48, 8 * GROUP, seed)
     packed, scales = quantize_groups(weights)
-    wanted_packed, wanted_scales = compress_with_library(weights)
+    wanted = compress_with_library(weights)
     assert scales.dtype == torch.bfloat16
-    assert torch.equal(scales.view(torch.int16), wanted_scales.view(torch.int16))
-    assert torch.equal(packed, wanted_packed)
+    assert torch.equal(scales.view(torch.int16), wanted["weight_scale"].view(torch.int16))
+    assert torch.equal(packed, wanted["weight_packed"])
     state = {"weight_packed": packed, "weight_scale": scales}
     shape = {"weight_shape": torch.tensor(weights.shape)}
     plain = PackedQuantizationCompressor.decompress(state | shape, SCHEME)["weight"]

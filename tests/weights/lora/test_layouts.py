@@ -6,6 +6,7 @@ import pytest
 
 from mcore_rl.weights.box import Box, Shard, contiguous_strides
 from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.low_precision import Quantization
 from mcore_rl.weights.layouts.layout import Layout, check_rank, list_boxes
 from mcore_rl.weights.layouts.listed import RecordedLayouts
 from mcore_rl.weights.layouts.megatron import MegatronSizes
@@ -40,11 +41,11 @@ def hold(layout: Layout, rank: int) -> Iterable[Shard]:
 
 @pytest.mark.parametrize("engines", ENGINES, ids=["ep", "tp"])
 @pytest.mark.parametrize("trainer", TRAINERS, ids=["pp", "etp"])
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_ranks_find_what_is_recorded(
-    trainer: MegatronSizes, engines: SGLangSizes, fp8: bool
+    trainer: MegatronSizes, engines: SGLangSizes, quantization: Quantization
 ) -> None:
-    recorded = RecordedLayouts(CONFIG, "bfloat16", trainer, engines, fp8)
+    recorded = RecordedLayouts(CONFIG, "bfloat16", trainer, engines, quantization)
     kinds: tuple[Content, Content] = ("base", "factors")
     base, factors = (
         AdapterLayouts.decode(AdapterLayouts(recorded.encode(), kind, RANK, (), True).encode())

@@ -23,6 +23,7 @@ from sglang_on_cpu.experts import (
     gate_shared_expert,
     group_experts,
     keep_routed_experts_in_plain_memory,
+    unpack_experts,
 )
 from sglang_on_cpu.models import import_few_image_processors, import_models_when_asked
 from sglang_on_cpu.native_forward import run_in_compiled_code
@@ -62,6 +63,7 @@ PATCHES: tuple[Callable[[], None], ...] = (
     reduce_without_nccl,
     wait_for_requests,
     group_experts,
+    unpack_experts,
     keep_routed_experts_in_plain_memory,
     keep_adapters_in_plain_memory,
     allow_seeded_sampling,

@@ -1,5 +1,7 @@
 """The mixture-of-experts layer by torch, in grouped products, and the record of chosen experts."""
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +73,42 @@ def _activate(gate_up: Tensor, config: Any) -> Tensor:
     from sglang.srt.layers.moe.fused_moe_native import swiglu_gpt_oss_sigmoid_alpha
 
     return swiglu_gpt_oss_sigmoid_alpha(gate_up, config.gemm1_alpha, config.gemm1_clamp_limit)
+
+
+def unpack_experts() -> None:
+    """Compute experts in INT4 from their dequantized weights; SGLang has a triton kernel for them.
+
+    Each weight is (value - 8) * scale of its group, a product that is rounded once, as in it.
+    """
+    schemes: Any = import_module(
+        "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
+    )
+    native: Any = import_module("sglang.srt.layers.moe.fused_moe_native")
+    dispatchers: Any = import_module("sglang.srt.layers.moe.token_dispatcher")
+    scheme = schemes.CompressedTensorsWNA16TritonMoE
+
+    def create_moe_runner(self: Any, layer: Any, moe_runner_config: Any) -> None:
+        self.moe_runner_config = moe_runner_config
+
+    def apply_weights(self: Any, layer: Any, dispatch_output: Any) -> Any:
+        packed = self.get_triton_quant_info(layer)
+        unpacked = SimpleNamespace(
+            w13_weight=_unpack(packed.w13_weight, packed.w13_scale),
+            w2_weight=_unpack(packed.w2_weight, packed.w2_scale),
+        )
+        routed = dispatch_output.hidden_states, dispatch_output.topk_output
+        out = native.moe_forward_native(unpacked, *routed, self.moe_runner_config)
+        return dispatchers.StandardCombineInput(hidden_states=out)
+
+    scheme.create_moe_runner = create_moe_runner
+    scheme.apply_weights = apply_weights
+
+
+def _unpack(bytes_ENB: Tensor, scales_ENG: Tensor) -> Tensor:
+    """Return weights [E, N, K] of bytes with two values each, the first in the lower half."""
+    values_ENBV = torch.stack([bytes_ENB & 15, bytes_ENB >> 4], -1).to(scales_ENG.dtype) - 8
+    values_ENGV = values_ENBV.flatten(-2).unflatten(-1, (scales_ENG.shape[-1], -1))
+    return (values_ENGV * scales_ENG[..., None]).flatten(-2)
 
 
 def keep_routed_experts_in_plain_memory() -> None:

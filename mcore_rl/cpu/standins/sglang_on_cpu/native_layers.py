@@ -205,6 +205,7 @@ def _read_mlp(mlp: Any, weights: dict[str, Weight]) -> DecoderLayer:
         and config.routed_scaling_factor in (None, 1.0)
         and not config.num_shared_topk_slots
         and not getattr(experts.quant_method, "w13_swiglu_interleaved", False)
+        and getattr(experts, "scheme", None) is None  # it is that of quantized weights
         and getattr(experts, "w13_weight_bias", None) is None
         and experts.moe_runner_config.activation == "silu"
         and experts.moe_runner_config.gemm1_alpha is None
