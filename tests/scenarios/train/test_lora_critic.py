@@ -206,7 +206,7 @@ def test_values_and_gradients_are_those_of_transformers(
 ) -> None:
     root, (values, gradients, *_) = one_process
     assert gradients.keys() == wanted.keys()
-    check_gradients(gradients, wanted, "one process")
+    check_gradients(gradients, wanted, "one process", most=2e-6)
     for got, want in zip(values, transformers_values(root / "one" / "start"), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
@@ -244,7 +244,7 @@ def test_layouts_agree_and_resume_in_each_other(
     for layout, results in zip(layouts, run_each(take_steps, 2, layouts, path, root), strict=True):
         held = set()
         for rank, (_, gradients, _, measured) in enumerate(results):
-            check_gradients(gradients, wanted, layout)
+            check_gradients(gradients, wanted, layout, most=2e-6)
             held |= gradients.keys()
             check_bytes(run, layout, rank if layout.get("pp") else 0, measured)
         assert held == wanted.keys(), layout

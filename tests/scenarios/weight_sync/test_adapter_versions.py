@@ -208,8 +208,10 @@ def test_versions_of_an_adapter_reach_requests_in_flight_and_no_older_prefix(sta
     check_spans(moved, stage.merged)
     # The prompt's prefix was cached with the version before, and with the weights alone.
     assert logprob_error(stage.merged[2], generate(url)) < EXACT
-    again = generate(url, lora_path="base")["meta_info"]
-    assert again["output_token_logprobs"] == at_base["meta_info"]["output_token_logprobs"]
+    # Bits of log-probs may differ, as the prompt is in the cache now.
+    again = generate(url, lora_path="base")
+    assert again["output_ids"] == at_base["output_ids"]
+    assert logprob_error(stage.base, again) < EXACT < logprob_error(stage.merged[2], again)
     assert served_version(url) == "2"
 
     asyncio.run(stage.controller.connect([url]))
