@@ -94,6 +94,10 @@ class RolloutConfig(EnginesConfig, group="rollout"):
     """For one try of a request to an engine."""
     retries: int = bounded(3, ge=0)
     """How often a failed request is sent again."""
+    stream_every: int = bounded(256, ge=0)
+    """Tokens after which an engine sends what it has drawn of a response, so that another one
+    goes on with it if the engine is lost; 0: it sends whole responses, and lost ones are drawn
+    again (docs/debugging.md)."""
     stage_weights: bool = True
     """Receive weights into a second copy while decoding, and pause only to swap: the weights
     take twice the memory."""

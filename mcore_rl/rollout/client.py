@@ -5,27 +5,24 @@ request --wait for a slot--> pick an engine --> transport --> sample
    ^                                               |
    +--on a failure, after a hold, when it moves----+
 
-A response that is under way may move from an engine with many requests to one with few:
-
-    busy engine --abort one--> what it has drawn --prompt and these tokens--> idle engine
-
-Nothing is drawn twice: the idle engine computes the KV cache of the tokens and goes on.
+A response that is under way may move from an engine with many requests to one with few
+(migration.py), and go on elsewhere if its engine is lost (streamed_answer.py).
 """
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
-from uuid import uuid4
 
 from mcore_rl.config import RolloutConfig
 from mcore_rl.rollout.drafts import DraftCounter, DraftCounts
 from mcore_rl.rollout.engine_health import EngineHealth, EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
 from mcore_rl.rollout.kv_admission import FreeKvMonitor, KvAdmission
+from mcore_rl.rollout.migration import Migration, UnderWay, continue_request
 from mcore_rl.rollout.paces import EnginePaces, Paces
 from mcore_rl.rollout.request import EngineAffinity, Request, Sampling
 from mcore_rl.rollout.slots import Slots
@@ -42,79 +39,6 @@ _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S = 0.25
 _HOLD_POLL_S = 0.02
-
-
-@dataclass(eq=False)
-class UnderWay:
-    """A request at an engine, by the name `rid`; `is_moved`: it was asked to end, to go on
-    elsewhere.
-    """
-
-    engine: EngineLoad
-    rid: str
-    is_moved: bool = False
-
-
-class Migration:
-    """Picks requests to move, one at a time, while engines differ by `gap` requests or more."""
-
-    def __init__(self, gap: int) -> None:
-        """0: nothing moves."""
-        self._gap = gap
-        self._under_way: dict[str, UnderWay] = {}
-        """In the order in which they were posted."""
-        self._moving: UnderWay | None = None
-        self._aborts: set[asyncio.Task[None]] = set()
-        self.num_moved = 0
-
-    @property
-    def is_on(self) -> bool:
-        return self._gap > 0
-
-    def name_request(self, request: Request) -> Request:
-        """Return a request under a name of its own, if it may be moved.
-
-        One that ends at texts stays: they may lie across the move. One with images stays, too: a
-        placeholder among what was drawn would be taken for a piece of an image elsewhere.
-        """
-        may_move = self.is_on and not request.stop and not request.prompt.images
-        return replace(request, rid=uuid4().hex) if may_move else request
-
-    @contextmanager
-    def note(self, request: UnderWay) -> Iterator[None]:
-        """Know a request for the length of the block; one without a name is never moved."""
-        if request.rid:
-            self._under_way[request.rid] = request
-        try:
-            yield
-        finally:
-            self._under_way.pop(request.rid, None)
-            if self._moving is request:
-                self._moving = None
-
-    def maybe_move(self, serving: Sequence[EngineLoad], transport: EngineTransport) -> None:
-        """Have the busiest engine end its newest request, if another has that much less to do.
-
-        The newest has the fewest tokens to be computed again.
-        """
-        if not self.is_on or len(serving) < 2 or self._moving is not None:
-            return
-        by_load = sorted(serving, key=lambda engine: engine.num_in_flight)
-        least, most = by_load[0], by_load[-1]
-        if most.num_in_flight - least.num_in_flight < max(self._gap, 2):
-            return
-        newest = next((r for r in reversed(self._under_way.values()) if r.engine is most), None)
-        if newest is not None:
-            newest.is_moved = True
-            self._moving = newest
-            abort = asyncio.create_task(transport.abort(most.address, newest.rid))
-            self._aborts.add(abort)
-            abort.add_done_callback(self._aborts.discard)
-
-
-def continue_request(request: Request, begun: Sample | None) -> Request:
-    """Return the request that goes on with what was drawn, on the engine with the least to do."""
-    return replace(request, begun=begun or request.begun, affinity=EngineAffinity(0))
 
 
 class EngineSet:
@@ -293,6 +217,7 @@ class RolloutSession:
                         continue
                     failed.append(engine)
                     reason = str(failure)
+                    request = _keep_drawn(request, whole, failure, engine, oldest)
             if len(failed) >= self._num_tries:
                 raise RolloutError(
                     f"{engine.address}: {request} failed {len(failed)} times, last with {reason}"
@@ -472,19 +397,43 @@ class RolloutClient:
                 watching.cancel()
 
 
+def _keep_drawn(
+    request: Request, whole: Request, failure: TransientError, engine: EngineLoad, oldest: int
+) -> Request:
+    """Return the request that goes on with what an engine drew before it failed, if it told.
+
+    Otherwise, or if weights before `oldest` drew of it, the request that goes on with what others
+    drew before, or the whole one where that was the failure.
+    """
+    if isinstance(failure, StaleWeightsError):
+        return whole
+    if failure.begun is None or _find_oldest(failure.begun, oldest) < oldest:
+        return request
+    _log.info("%s goes on with %d tokens", request, failure.begun.response_len)
+    return continue_request(request, _name_engine(failure.begun, engine.address.number))
+
+
+class StaleWeightsError(TransientError):
+    """Weights that the engine does not hold any more drew tokens of a response."""
+
+
+def _find_oldest(sample: Sample, default: int) -> int:
+    return min((span.version for span in sample.versions), default=default)
+
+
 def _name_engine(sample: Sample, engine: int) -> Sample:
     """Return the sample with the number of the engine that drew it, or the rest of it."""
     return replace(sample, engines=(*sample.engines, engine))
 
 
 def _check_versions(sample: Sample, oldest: int) -> None:
-    """Raise TransientError if weights drew tokens that the engine did not hold any more.
+    """Raise StaleWeightsError if weights drew tokens that the engine did not hold any more.
 
     It has started again since then, with those of its model's folder, unseen by its watch so far.
     """
-    version = min((span.version for span in sample.versions), default=oldest)
+    version = _find_oldest(sample, oldest)
     if version < oldest:
-        raise TransientError(
+        raise StaleWeightsError(
             f"its tokens are drawn with weights {version} after a sync of {oldest}: the engine has"
             " started again"
         )

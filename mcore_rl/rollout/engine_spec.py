@@ -146,7 +146,7 @@ class EngineSpec:
         """Return the options of SGLang that are switched on, and those that few engines need."""
         flags = ["--skip-server-warmup", "--sleep-on-idle"]
         if not self.tokenizer:
-            flags.append("--skip-tokenizer-init")
+            flags += ["--skip-tokenizer-init", "--incremental-streaming-output"]
         else:  # it also reads images, and Pillow resizes them as it does for training
             flags.append("--disable-fast-image-processor")
         if self.trust_remote_code:

@@ -233,7 +233,6 @@ REFUSED = {
     "stop_regex": "a pattern can take forever to match; use stop",
     "beam_width": "the server samples; use n",
     "watermark": "leave it out",
-    "stream_interval": "leave it out",
     **dict.fromkeys(("input_embeds", "positional_embed_overrides"), "send token ids or text"),
     **dict.fromkeys(
         ("embed_overrides", "query_embed_overrides", "item_embed_overrides"),
@@ -354,7 +353,7 @@ SAMPLING_FIELDS = frozenset(
     {
         *("max_new_tokens", "min_new_tokens", "stop", "stop_token_ids", "temperature", "top_p"),
         *("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "n"),
-        *("logit_bias", "sampling_seed", "ignore_eos", "skip_special_tokens"),
+        *("logit_bias", "sampling_seed", "stream_interval", "ignore_eos", "skip_special_tokens"),
         *("spaces_between_special_tokens", "no_stop_trim", *GRAMMARS),
     }
 )
@@ -392,6 +391,7 @@ def _checks(model: ModelBounds) -> dict[str, Check]:
         **dict.fromkeys(("prompt", "input", "query", "items"), limit_ids_or_texts(vocab)),
         "logprob_start_len": limit_whole(0, context, also=(-1,)),
         "routed_experts_start_len": limit_whole(0, context),
+        "stream_interval": limit_whole(1, context),
         "dimensions": limit_whole(1, 1 << 20),
         "max_tool_calls": limit_whole(1, 1 << 20),
         **dict.fromkeys(_FLAGS, check_flag),

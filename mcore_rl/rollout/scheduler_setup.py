@@ -11,6 +11,11 @@ new slots by then: its prompt and what it had drawn were computed again, by othe
 batch of another shape. Here the choices are kept as the slots are released. The rules are added to
 each of an engine's schedulers.
 
+tell_versions_of_parts
+
+SGLang tells which weights drew a response once it is whole. An answer that comes in parts
+(streamed_answer.py) may end before, so here each part tells it of what is drawn so far.
+
 compute_prompts_once
 
 SGLang looks into its prefix cache when it admits a request. The samples of a prompt come together
@@ -93,6 +98,28 @@ def keep_first_keys() -> None:
     collect = _put_first_back(processor._maybe_collect_indexer_topk, KEYS)
     schedule_batch.release_req = release
     processor._maybe_collect_indexer_topk = collect
+
+
+def tell_versions_of_parts() -> None:
+    """Tell with each part of an answer which weights drew it and what came before.
+
+    Changes SGLang in this process, which is to be a scheduler's.
+    """
+    streamer: Any = import_module("sglang.srt.managers.scheduler_components.output_streamer")
+    batch = streamer._GenerationStreamAccumulator
+    accept = batch.accept
+
+    def accept_and_tell(self: Any, *, req: Any) -> None:
+        num_told = len(self.weight_versions)
+        accept(self, req=req)
+        if len(self.weight_versions) > num_told and req.stream and not req.finished():
+            self.weight_versions[-1] = streamer.compute_weight_version_spans(
+                req.weight_version_events,
+                current_version=self.current_weight_version,
+                num_output_tokens=req.send_token_offset,
+            )
+
+    batch.accept = accept_and_tell
 
 
 _PROCESSORS = "sglang.srt.managers.scheduler_components.batch_result_processor"

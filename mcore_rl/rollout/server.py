@@ -53,6 +53,7 @@ from mcore_rl.rollout.scheduler_setup import (
     keep_first_experts,
     keep_first_keys,
     set_schedulers_up,
+    tell_versions_of_parts,
 )
 from mcore_rl.weights.hf import int4
 from mcore_rl.weights.models.tower import merge_size, read_placeholder
@@ -149,6 +150,8 @@ def take_adapters(slots: AdapterSlots | None, model_path: str) -> list[SetUp]:
 def list_set_ups(server_args: Any, shares_prompts: bool, chooses_passes: bool) -> list[SetUp]:
     """Return what each scheduler process calls before it begins; ValueError if that cannot be."""
     set_ups: list[SetUp] = [keep_output_lasting, follow_output]
+    if server_args.incremental_streaming_output:
+        set_ups.append(tell_versions_of_parts)
     if shares_prompts:
         set_ups.append(compute_prompts_once)
     if server_args.enable_return_routed_experts:

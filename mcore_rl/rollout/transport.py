@@ -26,6 +26,7 @@ from mcore_rl.rollout.image_request import NOT_HERE, PATH, pack_request, refer_r
 from mcore_rl.rollout.indexer_topk import IndexerTopkShape
 from mcore_rl.rollout.kv_admission import ask_free_kv
 from mcore_rl.rollout.request import Request, RoutedExpertsShape, Sampling, make_body, make_sample
+from mcore_rl.rollout.streamed_answer import StreamedAnswer, ask_for_parts, read_events
 from mcore_rl.types import Prompt, Sample
 
 _ABORT_S = 10.0
@@ -47,15 +48,15 @@ class RolloutError(RuntimeError):
 
 
 class TransientError(Exception):
-    """A failure worth another try."""
-
-
-class AbortedError(TransientError):
-    """The engine ended the request. `begun`: what it had drawn until then, None if nothing."""
+    """A failure worth another try. `begun`: what the engine had drawn until then, if it told."""
 
     def __init__(self, message: str, begun: Sample | None = None) -> None:
         super().__init__(message)
         self.begun = begun
+
+
+class AbortedError(TransientError):
+    """The engine ended the request."""
 
 
 class EngineTransport(Protocol):
@@ -95,6 +96,8 @@ class HttpOptions:
     deterministic   engines sample by the seeds of requests
     experts_shape   of the experts that engines report; None asks for none
     indexer_shape   of the chosen keys that engines report; None asks for none
+    stream_every        tokens of a response after which engines send what they have drawn; 0: they
+                    send it whole
     patches         makes the patches of this node's images; None: prompts have none
     """
 
@@ -105,6 +108,7 @@ class HttpOptions:
     experts_shape: RoutedExpertsShape | None
     patches: SharedPatches | None = None
     indexer_shape: IndexerTopkShape | None = None
+    stream_every: int = 0
 
     @staticmethod
     def make(
@@ -121,6 +125,7 @@ class HttpOptions:
             decode,
             experts_shape,
             indexer_shape=indexer_shape,
+            stream_every=rollout.stream_every if rollout.speculate == "none" else 0,
         )
 
     @asynccontextmanager
@@ -142,14 +147,19 @@ class HttpTransport:
         """See EngineTransport."""
         supported = self._keep_supported(sampling)
         body = make_body(request, supported, self._options.stop_token_ids)
+        streamed = StreamedAnswer()
+        streams = self._may_stream(request, body)
         try:
             if request.prompt.images:
                 answer = await self._post_images(engine, body, request.prompt)
+            elif streams:
+                answer = await self._stream(engine, body, streamed)
             else:
                 answer = await self._post(engine, "/generate", orjson.dumps(body))
         except (aiohttp.ClientError, TimeoutError) as failure:
             silent = f"no answer within rollout.request_timeout_s={self._options.timeout_s:g}"
-            raise TransientError(describe_error(failure, silent)) from None
+            begun = self._read_parts(engine, request, streamed)
+            raise TransientError(describe_error(failure, silent), begun) from None
         _refuse_not_finite(engine, request, answer["meta_info"])
         shapes = (
             self._options.experts_shape if supported.routed_experts else None,
@@ -157,9 +167,30 @@ class HttpTransport:
         )
         reason = answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
-            begun = self._read_begun(request, answer, *shapes)
+            goes_on = bool(request.rid) or streams
+            begun = self._read_begun(request, answer, *shapes) if goes_on else None
             raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
         return make_sample(request, answer, self._options.decode, *shapes)
+
+    def _may_stream(self, request: Request, body: Mapping[str, Any]) -> bool:
+        """Return whether an answer comes in parts: whether another engine could go on with them.
+
+        Experts and chosen keys are told at the end alone, so without it a response is drawn again.
+        One that ends at texts is, too: they may lie across two parts.
+        """
+        is_long = body["sampling_params"]["max_new_tokens"] > self._options.stream_every > 0
+        reports = body["return_routed_experts"] or body.get("return_indexer_topk")
+        return is_long and not (reports or request.stop or request.prompt.images)
+
+    def _read_parts(
+        self, engine: EngineAddress, request: Request, streamed: StreamedAnswer
+    ) -> Sample | None:
+        """Return what came of an answer that is not whole; None if nothing did."""
+        answer = streamed.make_answer()
+        if not answer["output_ids"] or "weight_versions" not in answer["meta_info"]:
+            return None
+        _refuse_not_finite(engine, request, answer["meta_info"])
+        return make_sample(request, answer, self._options.decode, None)
 
     def _read_begun(
         self,
@@ -170,11 +201,10 @@ class HttpTransport:
     ) -> Sample | None:
         """Return what an aborted request had drawn, if it can go on elsewhere.
 
-        Only a request with a name can have been meant to. A request that waited to be computed
-        again was aborted without its experts and chosen keys: those of another pass would not be
-        the ones that drew its tokens, so it is drawn again.
+        One that waited to be computed again was aborted without its experts and chosen keys: those
+        of another pass would not be the ones that drew its tokens, so it is drawn again.
         """
-        if not request.rid or not answer.get("output_ids"):
+        if not answer.get("output_ids"):
             return None
         told = answer["meta_info"]
         if experts_shape is not None and not told.get("routed_experts"):
@@ -241,12 +271,45 @@ class HttpTransport:
             body_bytes = await response.read()
         if response.status == NOT_HERE and path == PATH:
             raise _NotHereError
-        if response.status != 200:
-            text = body_bytes[:500].decode(errors="replace")
-            if response.status >= 500:
-                raise TransientError(f"HTTP {response.status}: {text}")
-            raise RolloutError(f"{engine} refused a request with HTTP {response.status}: {text}")
+        _refuse_status(engine, response.status, body_bytes)
         return orjson.loads(body_bytes)
+
+    async def _stream(
+        self, engine: EngineAddress, body: Mapping[str, Any], streamed: StreamedAnswer
+    ) -> dict[str, Any]:
+        """Return the answer, put together of its parts; `streamed` keeps those that come.
+
+        Raises aiohttp.ClientError if the engine does not send all of them.
+        """
+        url = f"{engine.url}/generate"
+        headers = {**user_headers(engine.keys), "Content-Type": "application/json"}
+        data = orjson.dumps(ask_for_parts(body, self._options.stream_every))
+        async with self._http.post(url, data=data, headers=headers) as response:
+            if response.status != 200:
+                _refuse_status(engine, response.status, await response.read())
+            async for part in read_events(response.content):
+                if "error" in part:
+                    error = part["error"]
+                    _refuse_status(engine, error["code"], error["message"].encode())
+                streamed.add(part)
+        if not streamed.is_whole:
+            raise aiohttp.ClientPayloadError("the engine ended the connection within an answer")
+        answer = streamed.make_answer()
+        reason = answer["meta_info"]["finish_reason"]
+        status = reason.get("status_code") or 200
+        if status < 500:  # one that goes on elsewhere may have been aborted by a failure
+            _refuse_status(engine, status, str(reason.get("message")).encode())
+        return answer
+
+
+def _refuse_status(engine: EngineAddress, status: int, body: bytes) -> None:
+    """Raise TransientError or RolloutError if the status of an answer says that it failed."""
+    if status == 200:
+        return
+    text = body[:500].decode(errors="replace")
+    if status >= 500:
+        raise TransientError(f"HTTP {status}: {text}")
+    raise RolloutError(f"{engine} refused a request with HTTP {status}: {text}")
 
 
 def _refuse_not_finite(engine: EngineAddress, request: Request, meta: dict[str, Any]) -> None:

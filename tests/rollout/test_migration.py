@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, cast
 
-from mcore_rl.rollout.client import Migration, UnderWay, continue_request
 from mcore_rl.rollout.engine_health import EngineLoad
 from mcore_rl.rollout.engine_spec import EngineAddress
+from mcore_rl.rollout.migration import Migration, UnderWay, continue_request
 from mcore_rl.rollout.request import EngineAffinity, Request
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.image_prompts import make_image

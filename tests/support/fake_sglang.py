@@ -1,6 +1,7 @@
 """An HTTP server without a model that speaks the SGLang protocol of sampling and memory control."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -40,6 +41,8 @@ class FakeSGLang:
     free_kv    what it tells of its KV cache, in tokens of a hundred; None: nothing
     images     (whether they came as files, pixels, grids) of requests with images
     is_far     answer as an engine on a machine without the files of patches
+    num_parts  so many parts of an answer that is asked for in parts are sent, and then the
+               connection breaks; None: all are
     """
 
     def __init__(self, loop: EventLoop, version: int = 0) -> None:
@@ -51,6 +54,7 @@ class FakeSGLang:
         self.free_kv: int | None = None
         self.images: list[tuple[bool, Tensor, Tensor]] = []
         self.is_far = False
+        self.num_parts: int | None = None
         self._loop = loop
         self.url = loop.run(self._start())
         self.address = EngineAddress(self.url, "fake.log")
@@ -79,7 +83,7 @@ class FakeSGLang:
         """Do as `resume` does, called on the engine's loop."""
         self._is_open.set()
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.sampled.append(body)
         if len(self.sampled) > self.num_free and not self._is_open.is_set():
@@ -88,9 +92,28 @@ class FakeSGLang:
                 reason = {"type": "abort", "message": "asked to"}
                 return web.json_response(sampled_answer(body, self.version, finish_reason=reason))
         route = self.answer(body)
+        if body.get("stream"):
+            route = route or (200, sampled_answer(body, self.version))
+            if route[0] == 200:
+                return await self._send_parts(request, route[1])
         if route is not None:
             return _response(route)
         return web.json_response(sampled_answer(body, self.version))
+
+    async def _send_parts(self, request: web.Request, answer: Any) -> web.StreamResponse:
+        """Send an answer as server-sent events, or break the connection within it."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        interval = self.sampled[-1]["sampling_params"]["stream_interval"]
+        parts = list(cut_answer(answer, interval)) if "output_ids" in answer else [answer]
+        for part in parts[: self.num_parts]:
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+        if self.num_parts is not None:
+            assert request.transport is not None
+            request.transport.abort()
+            return response
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _loads(self, request: web.Request) -> web.Response:
         if self.free_kv is None:
@@ -131,6 +154,21 @@ def sampled_answer(body: Mapping[str, Any], version: int, **changes: Any) -> dic
         "weight_versions": [{"start": 0, "end": num_tokens, "version": str(version)}],
     }
     return {"output_ids": output_ids, "meta_info": {**meta, **changes}}
+
+
+def cut_answer(answer: Mapping[str, Any], interval: int) -> Iterator[dict[str, Any]]:
+    """Yield SGLang's parts of an answer, of so many tokens each, only with what is new in each."""
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    for first in range(0, len(ids), interval):
+        last = min(first + interval, len(ids))
+        [span] = meta["weight_versions"]
+        told = {
+            "output_token_logprobs": meta["output_token_logprobs"][first:last],
+            "finish_reason": meta["finish_reason"] if last == len(ids) else None,
+            "weight_versions": [{**span, "end": last}],
+            "completion_tokens": last,
+        }
+        yield {"output_ids": ids[first:last], "meta_info": {**meta, **told}}
 
 
 def _response(route: Route) -> web.Response:

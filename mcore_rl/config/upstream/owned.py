@@ -417,6 +417,9 @@ ROLLOUT_RULES = Rules(
         **with_reason("set model.init", "load_format"),
         **with_reason("set rollout.quantization", "quantization"),
         **with_reason(
+            "set rollout.stream_every", "stream_interval", "incremental_streaming_output"
+        ),
+        **with_reason(
             "set rollout.deterministic",
             *("enable_deterministic_inference", "rl_on_policy_target"),
         ),

@@ -4,12 +4,12 @@
 the assignments in the code.
 """
 
-from mcore_rl.device.replaced import megatron_on_cpu, on_gpus, sglang_on_cpu
+from mcore_rl.device.replaced import in_engines, megatron_on_cpu, on_gpus, sglang_on_cpu
 from mcore_rl.device.replaced.entry import Patch
 
 PATCHES: tuple[Patch, ...] = (
     *on_gpus.TRAINING,
-    *on_gpus.ENGINES,
+    *in_engines.ENGINES,
     *on_gpus.EVERYWHERE,
     *megatron_on_cpu.PATCHES,
     *sglang_on_cpu.PATCHES,

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from mcore_rl.device.replaced import PATCHES, megatron_on_cpu, on_gpus, sglang_on_cpu
+from mcore_rl.device.replaced import PATCHES, in_engines, megatron_on_cpu, on_gpus, sglang_on_cpu
 from mcore_rl.device.replaced.entry import Patch, Times
 
 _HEAD = """\
@@ -25,7 +25,7 @@ a GPU. The exceptions are those without which results would be wrong; their rows
 """
 _TITLES = {
     "training": on_gpus.TRAINING,
-    "engines": on_gpus.ENGINES,
+    "engines": in_engines.ENGINES,
     "all processes": on_gpus.EVERYWHERE,
 }
 APPLIED_BY_CHECKS = (
