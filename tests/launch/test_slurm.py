@@ -112,10 +112,22 @@ def test_nodes_that_are_out_of_service_are_named_to_who_waits() -> None:
     )
 
 
-def run_script(folder: Path, statuses: list[int], options: SlurmOptions) -> list[str]:
-    """Run the job's script, whose srun ends with the statuses in turn; return what became of it.
+FINISH = """
+while [ $# -gt 1 ]; do
+    [ "$1" != --folder ] || echo "{\\"status\\": $STATUS}" > "$2/done.json"
+    shift
+done
+exit 143
+"""
+"""The run notes its status; SLURM terminates another task, whose status is higher."""
 
-    A requeue runs the script again, as SLURM does.
+
+def run_script(
+    folder: Path, statuses: list[int], options: SlurmOptions, srun: str = 'exit "$STATUS"'
+) -> list[str]:
+    """Run the job's script, whose run ends with the statuses in turn; return what became of it.
+
+    A requeue runs the script again, as SLURM does. `srun`: the lines of that program.
     """
     made = Submission("train", ("recipe=a",), folder / "a run", NodeNeeds(1, 0, 0, 4))
     script = folder / SCRIPT
@@ -123,7 +135,7 @@ def run_script(folder: Path, statuses: list[int], options: SlurmOptions) -> list
     programs = folder / "bin"
     programs.mkdir(parents=True)
     for name, body in {
-        "srun": 'exit "$STATUS"',
+        "srun": srun,
         "scontrol": '[ "$1" = show ] && echo "NodeName=n1 NodeAddr=10.0.0.1" || echo requeued',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -161,3 +173,10 @@ def test_a_job_that_saved_or_failed_is_queued_again_within_its_budget(
     tmp_path: Path, statuses: list[int], options: Any, ends: list[str]
 ) -> None:
     assert run_script(tmp_path, statuses, SlurmOptions(python="python3", **options)) == ends
+
+
+def test_the_status_of_the_run_counts_and_not_that_of_a_task_that_slurm_ended(
+    tmp_path: Path,
+) -> None:
+    statuses, ends = [75, 0], ["requeued", "ended"]
+    assert run_script(tmp_path, statuses, SlurmOptions(python="python3"), FINISH) == ends

@@ -34,4 +34,6 @@ srun --kill-on-bad-exit=1 --ntasks-per-node=1 --container-image=/images/mcore_rl
     --trainer-nodes 0 --num-gpus 8 --object-store-mib 8192 --timeout-s 600 --interface bond0 \
     -- train recipe=qwen3_235b_a22b_grpo_64_64 'eval.data=[a.parquet]' 'run.dir=/shared/runs/a run' &
 while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
+# The run's own status: srun tells the highest of all tasks, also of those that it ended itself.
+[ ! -e "$attempt/done.json" ] || status=$(tr -dc 0-9 < "$attempt/done.json")
 exit "$status"

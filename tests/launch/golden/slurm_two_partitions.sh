@@ -40,6 +40,8 @@ srun --het-group=0,1 --kill-on-bad-exit=1 --ntasks-per-node=1 \
     --trainer-nodes 8 --num-gpus 8 --object-store-mib 8192 --timeout-s 600 \
     -- train recipe=qwen3_235b_a22b_grpo_64_64 'eval.data=[a.parquet]' 'run.dir=/shared/runs/a run' &
 while wait $!; status=$?; kill -0 $! 2> /dev/null; do :; done
+# The run's own status: srun tells the highest of all tasks, also of those that it ended itself.
+[ ! -e "$attempt/done.json" ] || status=$(tr -dc 0-9 < "$attempt/done.json")
 
 # The job is queued again and goes on if the run saved because its time was over, or failed. Status
 # 2: wrong settings; 130 and 143: somebody ended the run.
