@@ -21,6 +21,7 @@ from mcore_rl.planning.activations import (
     count_tower_activations,
 )
 from mcore_rl.planning.adapter_memory import AdapterSize, count_adapter
+from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.planning.engine_memory import count_served_bytes, predict_engine
 from mcore_rl.planning.peak_memory import (
     SENT_EXPERTS,
@@ -189,11 +190,10 @@ def _count_packed(run: PlannedRun) -> list[int]:
     """
     if run.rollout.quantization != "int4" or not run.cluster.colocated:
         return []
-    sizes = MegatronSizes.from_config(run.parallel, run.models.policy.config)
-    recorded = RecordedLayouts(
-        run.models.policy.config, run.dtype, sizes, SGLangSizes(), quantization="int4"
-    )
-    boxes = (list_boxes(recorded.source(), s * sizes.stage_ranks) for s in range(sizes.pp))
+    policy = run.models.policy
+    recorded = record_layouts(policy, run.dtype, run.parallel, SGLangSizes(), quantization="int4")
+    source, sizes = recorded.source(), recorded.trainer
+    boxes = (list_boxes(source, stage * sizes.stage_ranks) for stage in range(sizes.pp))
     return [sum(b.numel * itemsize(d) for b, d in held if split_part(b.name)) for held in boxes]
 
 

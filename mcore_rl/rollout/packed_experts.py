@@ -1,9 +1,9 @@
 """Has SGLang keep routed experts in INT4 as files and weight syncs have them.
 
     file, sync    up_proj.weight_packed  int32 [N, K / 8]     up_proj.weight_scale  [N, K / 32]
-    SGLang        experts.w13_weight_packed  uint8 [E, 2 N, K / 2], of which it loads the transpose,
-                  and puts it in order once it has loaded
-    here          the same bytes from the beginning, int32 [E, 2 N, K / 8]
+    SGLang        experts.w13_weight_packed  int32 [E, K / 8, 2 N] while it loads;
+                                             uint8 [E, 2 N, K / 2] afterwards
+    here          experts.w13_weight_packed  int32 [E, 2 N, K / 8] always, with the same bytes
 
 SGLang's loaders can then place slices at any time, and a sync's bytes are those that its kernel
 reads. The kernel is that of its Triton runner; the others have words in an order of their own.

@@ -28,7 +28,7 @@ from mcore_rl.weight_sync.wire import decode_shards, encode_shards
 from mcore_rl.weights.box import Shard
 from mcore_rl.weights.layouts.layout import DescribedLayout, HfTensors, Layout, check_rank
 from mcore_rl.weights.layouts.listed import ListedLayout, RecordedLayouts
-from mcore_rl.weights.lora.layouts import AdaptedLayout, AdapterLayouts
+from mcore_rl.weights.lora.layouts import AdapterLayouts
 from mcore_rl.weights.lora.places import Content
 from mcore_rl.weights.plan.local import Flow, plan_recvs, plan_sends
 
@@ -282,9 +282,7 @@ class PlanHandshake:
 
 
 @lru_cache(maxsize=4)
-def _decode_layouts(
-    recorded: str, content: Content
-) -> tuple[DescribedLayout | AdaptedLayout, Layout]:
+def _decode_layouts(recorded: str, content: Content) -> tuple[DescribedLayout, Layout]:
     """Return both sides' layouts, which cache the placements that they compute.
 
     Raises ValueError if the sizes do not divide the model.
