@@ -22,8 +22,8 @@ ALWAYS_READ = (
     *("rope_theta", "rope_scaling", "rope_parameters"),
 )
 """Keys that are read of every family, whatever its table asks for."""
-
-
+NUMBERED = r"\b(layers?|blocks?|experts?|h|\w+_list)\.\d+\."
+"""Regular expression of a number of equal modules; `proj.0` and `mlp.2` are different ones."""
 COST_OF_LACKING = 0.03
 """How much a key that config.json lacks counts against a table, as a share of its settings."""
 
@@ -114,7 +114,7 @@ def make_pattern(name: str) -> str:
     name = re.sub(r"^(model\.language_model\.|language_model\.model\.|model\.)", "", name)
     name = name.removeprefix("language_model.")
     for field in ("{layer}", "{expert}"):
-        name = re.sub(r"\.\d+\.", f".{field}.", name, count=1)
+        name = re.sub(NUMBERED, rf"\g<1>.{field}.", name, count=1)
     return name
 
 
