@@ -70,9 +70,7 @@ def check_drafts(drift: DriftConfig, rollout: RolloutConfig, policy: ModelFacts)
                 f"rollout.speculate={rollout.speculate} with model.path={policy.path}: {problem},"
                 " and what SGLang draws then is not known to be right; set rollout.speculate=none"
             )
-    # SGLang counts the layer that guesses as layer 0, and what it reports of that as the model's.
-    is_wrong = rollout.speculate == "ngram" or policy.moe_layers[0]
-    if drift.routed_experts and policy.has_experts and is_wrong:
+    if drift.routed_experts and policy.has_experts and rollout.speculate == "ngram":
         raise ValueError(
             f"rollout.speculate={rollout.speculate} with drift.routed_experts=true: SGLang does not"
             " report the experts of tokens that were guessed; set drift.routed_experts=false, and"

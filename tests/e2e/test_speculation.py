@@ -14,12 +14,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 COMMON = ("run.steps=2", "eval.data=[]", "rollout.deterministic=false")
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_next"])
 def test_engines_guess_with_the_layer_that_the_run_trains(
-    start: Start, arithmetic: Path, tmp_path: Path
+    start: Start, arithmetic: Path, tmp_path: Path, kind: str
 ) -> None:
     source = arithmetic / "model"
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
-    model = write_mtp_model("glm4_moe", tmp_path / "model", vocab_size=vocab_size)
+    model = write_mtp_model(kind, tmp_path / "model", vocab_size=vocab_size)
     for path in source.iterdir():
         if not (model / path.name).exists():
             shutil.copy(path, model)
@@ -47,6 +48,7 @@ def test_engines_guess_with_the_layer_that_the_run_trains(
         assert 0 <= step.get("drafts/acceptance", 0) <= 1
         assert 1 <= step.get("drafts/tokens_per_pass", 1) <= 3
         assert step["logprob_diff/router_flip_share"] == 0 < step["mtp/loss"]
+        assert step["logprob_diff/token_max"] < 1e-4, "a token was replayed with other experts"
 
 
 def test_engines_guess_with_n_grams_while_weights_change(start: Start) -> None:
