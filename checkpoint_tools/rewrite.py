@@ -31,7 +31,8 @@ from mcore_rl.weights.hf.folder import write_small_files
 from mcore_rl.weights.hf.fp8 import QUANTIZATION_CONFIG, is_converted
 from mcore_rl.weights.hf.int4 import TEXT, find_quantization, is_int4
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, KIMI_K25, KIMI_VL, LANGUAGE
+from mcore_rl.weights.models.deepseek import DEEPSEEK_V3
+from mcore_rl.weights.models.moonvit import KIMI_K25, KIMI_VL, LANGUAGE
 from mcore_rl.weights.models.qwen_vl import QWEN3_5_VL_MOE, QWEN3_VL_MOE
 from mcore_rl.weights.models.settings import drop_quantization
 from mcore_rl.weights.models.table import Shape

@@ -23,14 +23,10 @@ def check_served(
             " routed experts with a gate, which the model does not have; use"
             " rollout.quantization=none"
         )
-    if rollout.quantization != "none" and policy.has_tower:
-        reasons = {
-            "fp8": "the engines would quantize its vision tower, too",
-            "int4": "experts in INT4 were not tried beside a vision tower",
-        }
+    if rollout.quantization == "fp8" and policy.has_tower:
         raise ValueError(
-            f"rollout.quantization={rollout.quantization} with model.path={policy.path}:"
-            f" {reasons[rollout.quantization]}; use rollout.quantization=none"
+            f"rollout.quantization=fp8 with model.path={policy.path}: the engines would quantize"
+            " its vision tower, too; use rollout.quantization=none, or int4 for routed experts"
         )
     if rollout.quantization != "none" and policy.stacks_experts:
         raise ValueError(

@@ -5,6 +5,7 @@ Qwen2.5-VL   images; each patch along the time of a video is one, whose place is
 Qwen3-VL     images: each piece of a video is one
 GLM-4.5V     images, and videos of one frame for the pieces between the marks of a video
 Kimi-VL      images without frames
+Kimi-K2.5    images of one frame
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +46,11 @@ def choose_output(config: HfConfig) -> Output:
     tokens = ImageTokens.from_config(config)
     kind = config.get("model_type")
     if kind == "kimi_vl":
-        return moonvit_output
+        return lambda body, images: moonvit_output(
+            body, images, image_grid_hws=images.grids_I3[:, 1:]
+        )
+    if kind == "kimi_k25":
+        return lambda body, images: moonvit_output(body, images, image_grid_thw=images.grids_I3)
     if kind == "glm4v_moe":
         marks = (config.get("video_start_token_id", -1), config.get("video_end_token_id", -1))
         return lambda body, images: glm_output(body, images, tokens, *marks)
@@ -103,13 +108,9 @@ def glm_output(
     return [_output(body, **parts)]
 
 
-def moonvit_output(body: Mapping[str, Any], images: Images) -> Any:
-    """Return the output for a model with MoonViT, whose images have no frames."""
-    parts = {
-        "pixel_values": shape_as_images(images.pixels_PD),
-        "image_grid_hws": images.grids_I3[:, 1:],
-    }
-    return [_output(body, **parts)]
+def moonvit_output(body: Mapping[str, Any], images: Images, **grids: Tensor) -> Any:
+    """Return the output for a model with MoonViT; its grids have a name and shape of their own."""
+    return [_output(body, pixel_values=shape_as_images(images.pixels_PD), **grids)]
 
 
 def shape_as_images(pixels_PD: Tensor) -> Tensor:

@@ -58,8 +58,14 @@ from mcore_rl.rollout.scheduler_setup import (
 from mcore_rl.weights.hf import int4
 from mcore_rl.weights.models.tower import merge_size, read_placeholder
 
-OF_OURS = {"KimiVLForConditionalGeneration", "Glm4vMoeForConditionalGeneration"}
+OF_OURS = {
+    "KimiVLForConditionalGeneration",
+    "KimiK25ForConditionalGeneration",
+    "Glm4vMoeForConditionalGeneration",
+}
 """Architectures that SGLang computes otherwise than their authors: see rollout/vision_models."""
+PACKAGES_OF_OURS = ("SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE")
+"""Environment variables with the package of such models, and of their processors of images."""
 WAYS_AROUND = ("grpc_port", "grpc_mode", "smg_grpc_mode", "encoder_only", "use_ray", "sidecar")
 """Fields of SGLang's ServerArgs that open other servers than the application."""
 VARIABLES_AROUND = ("SGLANG_RUST_SERVER", "SGLANG_GRPC_PORT", "DUMPER_SERVER_PORT")
@@ -107,9 +113,7 @@ def serve(arguments: list[str]) -> None:
     rotate_output()
     start_resource_tracker()
 
-    package = find_package(arguments)
-    if package is not None:
-        os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = package
+    package = use_our_classes(arguments)
     arguments, chooses = draft_switch.prepare_choice(import_sglang(arguments, gpu_ids, compiled))
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -227,6 +231,17 @@ def load_package(package: str) -> None:
     from sglang.srt.models.registry import ModelRegistry, import_model_classes
 
     ModelRegistry.models.update(import_model_classes(package))
+
+
+def use_our_classes(arguments: list[str]) -> str | None:
+    """Have SGLang load classes of ours in this process, which has not imported it yet.
+
+    Returns their package, as `find_package` does.
+    """
+    package = find_package(arguments)
+    if package is not None:
+        os.environ.update(dict.fromkeys(PACKAGES_OF_OURS, package))
+    return package
 
 
 def find_package(arguments: list[str]) -> str | None:

@@ -39,8 +39,10 @@ TINY_TOWER: Mapping[str, Any] = {
     "init_pos_emb_width": 4,
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 1],
+    "mm_hidden_size": 48,
 }
-"""Replacements for sizes in vision_config; keys that the tower lacks are not added."""
+"""Replacements for sizes in vision_config, whose keys may begin with vt_; keys that the tower lacks
+are not added."""
 SPREAD = 0.08
 """Standard deviation of random weights. With 0.02 the embeddings of GLM-4.5V's images are so small
 that the epsilons of norms count.
@@ -69,6 +71,15 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
         "image_std": [0.5, 0.5, 0.5],
         "pad_input": True,
         "merge_kernel_size": [2, 2],
+    },
+    "KimiK25ForConditionalGeneration": {
+        "media_proc_cfg": {
+            "in_patch_limit": 4 * 64,
+            "patch_size": 14,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "merge_kernel_size": 2,
+        },
     },
 }
 """Architecture -> its preprocessor_config.json, if it differs from the one of Qwen2.5-VL."""
@@ -135,9 +146,13 @@ def nest_text_config(tiny: Mapping[str, Any], words: list[str]) -> dict[str, Any
         "vocab_size": len(words),
     }
     vision = read_vision_settings(tiny)
-    tower = {key: TINY_TOWER.get(key, value) if value else value for key, value in vision.items()}
-    if "out_hidden_size" in vision:
-        tower["out_hidden_size"] = tiny["hidden_size"]
+    tower = {
+        key: TINY_TOWER.get(key.removeprefix("vt_"), value) if value else value
+        for key, value in vision.items()
+    }
+    for key in ("out_hidden_size", "text_hidden_size"):
+        if key in vision:
+            tower[key] = tiny["hidden_size"]
     tower["initializer_range"] = SPREAD
     text["initializer_range"] = SPREAD
     of_text = {key: text.pop(key) for key in list(text) if _is_of_images(key)}

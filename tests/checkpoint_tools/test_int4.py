@@ -16,7 +16,7 @@ from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from tests.support.quantized_models import FOUR_MIB, INT4
 from tests.support.small_hf import read_all, write_hf
-from tests.support.tiny_kimi_k25 import LANGUAGE, unpack_all, write_kimi_k25_model
+from tests.support.tiny_kimi_k25 import LANGUAGE, unpack_all, write_int4_kimi_k25_model
 
 EXPERT = LANGUAGE + "model.layers.2.mlp.experts.5.down_proj.weight"
 
@@ -38,7 +38,7 @@ def change(source: Path, folder: Path, edit: Any) -> Path:
 
 
 def test_files_come_back_byte_for_byte(tmp_path: Path, command: Any) -> None:
-    source = write_kimi_k25_model(tmp_path / "int4")
+    source = write_int4_kimi_k25_model(tmp_path / "int4")
     published = read_all(source)
     assert sum(name.endswith("weight_packed") for name in published) == 3 * 8 * 3
     step, back, plain = (tmp_path / name for name in ("step", "back", "plain"))
@@ -61,7 +61,7 @@ def test_files_come_back_byte_for_byte(tmp_path: Path, command: Any) -> None:
 
 
 def test_only_groups_that_were_trained_change(tmp_path: Path, command: Any, capsys: Any) -> None:
-    source = write_kimi_k25_model(tmp_path / "int4")
+    source = write_int4_kimi_k25_model(tmp_path / "int4")
     plain, trained, step, out = (tmp_path / name for name in ("plain", "trained", "step", "out"))
     assert command("dequantize", source, plain) == 0
 
@@ -88,7 +88,7 @@ def test_only_groups_that_were_trained_change(tmp_path: Path, command: Any, caps
 
 
 def test_plain_weights_of_any_architecture_and_fp8(tmp_path: Path, command: Any) -> None:
-    source = write_kimi_k25_model(tmp_path / "int4")
+    source = write_int4_kimi_k25_model(tmp_path / "int4")
     published = read_all(source)
     plain, fp8, two_steps = (tmp_path / name for name in ("plain", "fp8", "two_steps"))
     assert command("dequantize", source, plain, *FOUR_MIB) == 0
@@ -131,7 +131,7 @@ def test_parts_that_do_not_fit_are_named(
         if tensor is not None:
             weights[name] = tensor
 
-    wrong = change(write_kimi_k25_model(tmp_path / "int4"), tmp_path / "wrong", edit)
+    wrong = change(write_int4_kimi_k25_model(tmp_path / "int4"), tmp_path / "wrong", edit)
     capsys.readouterr()
     assert command("from-hf", wrong, tmp_path / "step") == 2
     error = capsys.readouterr().err
@@ -141,7 +141,7 @@ def test_parts_that_do_not_fit_are_named(
 
 
 def test_int4_needs_a_source_in_int4(tmp_path: Path, command: Any, capsys: Any) -> None:
-    source = write_kimi_k25_model(tmp_path / "int4")
+    source = write_int4_kimi_k25_model(tmp_path / "int4")
     plain, step = tmp_path / "plain", tmp_path / "step"
     assert command("dequantize", source, plain) == 0
     assert command("from-hf", source, step) == 0
@@ -157,7 +157,7 @@ def test_int4_needs_a_source_in_int4(tmp_path: Path, command: Any, capsys: Any) 
 def test_another_kind_of_compressed_tensors_is_refused(
     tmp_path: Path, command: Any, capsys: Any
 ) -> None:
-    source = write_kimi_k25_model(tmp_path / "int4")
+    source = write_int4_kimi_k25_model(tmp_path / "int4")
     path = source / "config.json"
     path.write_text(path.read_text().replace('"group_size": 32', '"group_size": 64'))
     assert command("from-hf", source, tmp_path / "step") == 2
@@ -169,7 +169,7 @@ def test_another_kind_of_compressed_tensors_is_refused(
 def test_the_language_model_alone_is_a_deepseek_v3(
     tmp_path: Path, command: Any, capsys: Any
 ) -> None:
-    source, text = write_kimi_k25_model(tmp_path / "int4"), tmp_path / "text"
+    source, text = write_int4_kimi_k25_model(tmp_path / "int4"), tmp_path / "text"
     (source / "tokenizer_config.json").write_text("{}")
     assert command("text-only", source, text) == 0
     published = read_all(source)

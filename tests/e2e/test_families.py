@@ -17,7 +17,7 @@ from tests.e2e.test_train import (
     steps_of,
     write_family,
 )
-from tests.support.tiny_kimi_k25 import write_kimi_k25_model
+from tests.support.tiny_kimi_k25 import write_int4_kimi_k25_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -86,7 +86,7 @@ def test_the_language_model_of_kimi_k25_trains_from_int4(
     """Ranks decode what they hold; the engine starts without weights and gets plain ones."""
     source = arithmetic / "model"
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
-    whole = write_kimi_k25_model(tmp_path / "whole", vocab_size=vocab_size)
+    whole = write_int4_kimi_k25_model(tmp_path / "whole", vocab_size=vocab_size)
     for path in source.iterdir():
         if not (whole / path.name).exists() and path.suffix != ".safetensors":
             shutil.copy(path, whole)

@@ -88,7 +88,7 @@ def compute_logprobs(folder: Path) -> torch.Tensor:
 
 
 def load_model(folder: Path) -> Any:
-    if model_type_of(folder) == "kimi_vl":
+    if model_type_of(folder) in ("kimi_vl", "kimi_k25"):
         return load_vision_model(folder)  # it asks for each weight of the tower by name
     sees_images = family_of(read_hf_config(folder)).has_tower
     kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM

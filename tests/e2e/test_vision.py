@@ -9,6 +9,7 @@ import pytest
 from mcore_rl.tasks.shapes import prepare_shapes
 from tests.e2e.test_train import load_hf
 from tests.support.runs import SMALL, Run
+from tests.support.tiny_kimi_k25 import like_kimi_k25
 from tests.support.tiny_qwen3_vl import like_qwen3_5, like_qwen3_vl
 
 pytestmark = pytest.mark.e2e
@@ -94,6 +95,29 @@ def test_engines_and_trainer_agree_with_qwen3_5(
     check_agreement(start("train", *layout, *TWO_STEPS, f"model.path={folder}"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        (("parallel.pp=2", "parallel.stage_layers=[3,1]"), 1e-4),
+        (
+            ("model.dtype=bfloat16", "train.fake_quantization=int4", "rollout.quantization=int4"),
+            0.03,
+        ),
+    ],
+    ids=["plain_engines", "int4_engines"],
+)
+def test_engines_and_trainer_agree_with_kimi_k25_in_int4(
+    start: Start, shapes: Path, tmp_path: Path, options: tuple[str, ...], bound: float
+) -> None:
+    """Ranks decode INT4 files. Bfloat16 alone makes 0.013 of it; with weights that train unrounded,
+    engines in INT4 would differ by 0.08.
+    """
+    folder = like_kimi_k25(shapes / "model", tmp_path / "model")
+    run = start("train", *TWO_STEPS, "model.init=hf", f"model.path={folder}", *options)
+    check_agreement(run, bound=bound)
+
+
 PPO = (
     *("algorithm.advantage=gae", "rollout.samples_per_prompt=1", "rollout.prompts_per_step=16"),
     *("critic.optimizer.lr=1e-3", "critic.optimizer.vision_lr=1e-4", "critic.mini_batches=2"),
@@ -121,7 +145,7 @@ def test_a_critic_sees_the_images_of_its_policy(start: Start) -> None:
     assert 1e-5 < difference < 1e-3
 
 
-def check_agreement(run: Run, num_images: int = 1) -> None:
+def check_agreement(run: Run, num_images: int = 1, bound: float = 1e-4) -> None:
     """Check two steps of a run that trains on prompts with `num_images` images or pieces of videos.
 
     Weights change between them, so the second step's engines hold what was synced. Two optimizer
@@ -133,10 +157,10 @@ def check_agreement(run: Run, num_images: int = 1) -> None:
     rows = run.metrics()
     differences = [row["logprob_diff/mean"] for row in rows if "logprob_diff/mean" in row]
     assert len(differences) == 2
-    assert max(differences) < 1e-4
+    assert max(differences) < bound
     parity_diffs = [row["sync/parity_diff"] for row in rows if "sync/parity_diff" in row]
     assert len(parity_diffs) == 2
-    assert max(parity_diffs) < 1e-4
+    assert max(parity_diffs) < bound
     samples = [json.loads(line) for line in (run.run_dir / "samples.jsonl").open()]
     assert samples
     for sample in samples:

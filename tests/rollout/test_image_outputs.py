@@ -90,3 +90,11 @@ def test_moonvit_gets_patches_as_pictures_without_frames() -> None:
     assert found["image_grid_hws"].tolist() == [[2, 2]]
     assert found["pixel_values"].shape == (4, 3, 2, 2)
     assert torch.equal(found["pixel_values"].flatten(1), images.pixels_PD)
+
+
+def test_moonvit_of_kimi_k25_gets_pictures_of_one_frame() -> None:
+    images = images_of((1, 2, 2), (1, 4, 2))
+    found = output({**KIMI, "model_type": "kimi_k25"}, [90, 5, 90, 90], images)
+    assert found["image_grid_thw"].tolist() == [[1, 2, 2], [1, 4, 2]]
+    assert "image_grid_hws" not in found
+    assert found["pixel_values"].shape == (12, 3, 2, 2)

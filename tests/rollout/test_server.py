@@ -30,6 +30,7 @@ time.sleep(60)
     ("architecture", "flags", "package"),
     [
         ("KimiVLForConditionalGeneration", [], "mcore_rl.rollout.vision_models"),
+        ("KimiK25ForConditionalGeneration", [], "mcore_rl.rollout.vision_models"),
         ("Qwen2ForSequenceClassification", ["--is-embedding"], "mcore_rl.rollout.reward_heads"),
         ("Qwen2ForCausalLM", [], None),
     ],

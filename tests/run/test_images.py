@@ -88,6 +88,7 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
     ("name", "marks"),
     [
         ("kimi_vl_a3b", (163605,)),
+        ("kimi_k25", (163605,)),
         ("qwen2_5_vl_7b", (151652, 151655, 151656)),
         ("moonlight_16b_a3b", ()),
     ],

@@ -21,6 +21,7 @@ MODELS = {
     "qwen2_5_vl_7b": "image_token_id",
     "glm_4_5v": "image_token_id",
     "kimi_vl_a3b": "media_placeholder_token_id",
+    "kimi_k25": "media_placeholder_token_id",
     "qwen3_5_35b_a3b": "image_token_id",
 }
 """Model -> the key of config.json that names its placeholder."""
@@ -70,7 +71,8 @@ def test_inputs_are_questions_about_pictures(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert len(pq.read_table(tmp_path / "train.parquet").to_pylist()[0]["images"]) == 1
     processor = ImageProcessor(tmp_path / "model")
-    patch = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())["patch_size"]
+    settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    patch = settings.get("media_proc_cfg", settings)["patch_size"]
     assert patch == config["vision_config"]["patch_size"]
     assert processor.pixels_per_token == (2 * patch) ** 2
     assert processor.most_tokens == 64

@@ -84,7 +84,7 @@ def _name_gradients(model: Any) -> Iterator[tuple[str, Tensor]]:
     if model.config.model_type == "qwen2_5_vl":
         names = {"model.visual.": "visual.", "model.language_model.": "model."}
     gradients = ((name, parameter.grad) for name, parameter in model.named_parameters())
-    if model.config.model_type == "kimi_vl":
+    if model.config.model_type in ("kimi_vl", "kimi_k25"):
         gradients = model.saved_gradients()
     for name, gradient in gradients:
         for new, old in names.items():

@@ -13,7 +13,12 @@ from mcore_rl.types import Images
 from tests.support.engine_keys import KEYS
 from tests.support.odd_images import make_vision_tokenizer, write_processor
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
+from tests.support.tiny_kimi_vl import (
+    KIMI_K25_PROCESSOR,
+    KIMI_VL_PROCESSOR,
+    write_kimi_k25_model,
+    write_kimi_vl_model,
+)
 from tests.support.tiny_qwen3_vl import (
     write_qwen3_5_model,
     write_qwen3_5_moe_model,
@@ -34,6 +39,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "qwen3_5": (write_qwen3_5_model, QWEN3_VL),
     "qwen3_5_moe": (write_qwen3_5_moe_model, QWEN3_VL),
     "kimi_vl": (write_kimi_vl_model, KIMI_VL_PROCESSOR),
+    "kimi_k25": (write_kimi_k25_model, KIMI_K25_PROCESSOR),
 }
 """Family -> its writer, and settings of its image processor."""
 TOLERANCE = {
@@ -44,6 +50,7 @@ TOLERANCE = {
     "qwen3_5": 1e-5,
     "qwen3_5_moe": 1e-5,
     "kimi_vl": 1e-5,
+    "kimi_k25": 1e-5,
 }
 """Family -> by how much log-probs in float32 may differ between transformers and SGLang.
 
@@ -56,7 +63,7 @@ def write_served_model(folder: Path, kind: str = "qwen2_5_vl", seed: int = 0) ->
     write, settings = KINDS[kind]
     write_processor(write(folder, seed), **{"patch_size": 14, **settings})
     tokenizer = make_vision_tokenizer()
-    if kind == "kimi_vl":
+    if kind in ("kimi_vl", "kimi_k25"):
         tokenizer.add_tokens(["<|media_pad|>"], special_tokens=True)
     tokenizer.save_pretrained(folder)
     return folder

@@ -199,6 +199,14 @@ PREFIXES = {
     "Qwen3VLMoeForConditionalGeneration": BESIDE_TOWER,
     "Qwen3_5ForConditionalGeneration": BESIDE_TOWER,
     "Qwen3_5MoeForConditionalGeneration": BESIDE_TOWER,
+    "KimiK25ForConditionalGeneration": {
+        "visual.merger.pre_norm.": "mm_projector.pre_norm.",
+        "visual.merger.linear_1.": "mm_projector.proj.0.",
+        "visual.merger.linear_2.": "mm_projector.proj.2.",
+        "visual.patch_embed.": "vision_tower.patch_embed.",
+        "visual.": "vision_tower.encoder.",
+        "": "language_model.",
+    },
     "KimiVLForConditionalGeneration": {
         "visual.merger.": "multi_modal_projector.",
         "visual.patch_embed.": "vision_tower.patch_embed.",

@@ -21,6 +21,7 @@ import torch
 from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.rollout.mamba_decay import keep_logarithms
 from mcore_rl.rollout.packed_experts import RUNNER_ARGUMENTS
+from mcore_rl.rollout.server import use_our_classes
 from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.receiver import keep_on_calling_thread
 from mcore_rl.weights.hf.config import read_hf_config
@@ -61,6 +62,8 @@ class ProcessGroupStub:
 
 def main(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the number of ranks checked and the errors found."""
+    for case in cases:
+        use_our_classes(["--model-path", case["hf_dir"]])
     use_cpu([])
     keep_logarithms()
     from sglang.srt.layers import linear

@@ -54,15 +54,17 @@ VISION: dict[str, Any] = {
 }
 
 
-def write_glm4v_model(folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None) -> Path:
+def write_glm4v_model(
+    folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
     """Save a random model: a dense layer, 3 layers with experts, a tower of 2 blocks.
 
-    `vision` changes settings of the tower.
+    `vision` changes settings of the tower, `text` those of the language model.
     """
     from transformers import Glm4vMoeConfig, Glm4vMoeForConditionalGeneration
 
     config: Any = Glm4vMoeConfig(
-        text_config=TEXT,
+        text_config={**TEXT, **text},
         vision_config={**VISION, **(vision or {})},
         image_token_id=PLACEHOLDER,
         video_token_id=VIDEO,

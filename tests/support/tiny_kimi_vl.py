@@ -1,7 +1,7 @@
-"""A tiny random Kimi-VL directory, and an oracle of it made of transformers' modules.
+"""Tiny random Kimi-VL and Kimi-K2.5 directories, and an oracle made of transformers' modules.
 
 transformers has no Kimi-VL. Its Kimi-K2.5 has the same tower if images have one frame, but turns
-halves of a head where the checkpoint turns pairs, and has q, k and v apart:
+halves of a head where both checkpoints turn pairs, and has q, k and v apart:
 
     wqkv rows of a head, pairs (0 1)(2 3)   ->   q_proj, halves (0 2)(1 3)
 
@@ -48,9 +48,39 @@ KIMI_VL_PROCESSOR: dict[str, Any] = {
     "merge_kernel_size": [2, 2],
 }
 """preprocessor_config.json of the published model."""
+KIMI_K25_PROCESSOR: dict[str, Any] = {
+    "auto_map": {
+        "AutoImageProcessor": "kimi_k25_vision_processing.KimiK25VisionProcessor",
+        "AutoProcessor": "kimi_k25_processor.KimiK25Processor",
+    },
+    "media_proc_cfg": {
+        "in_patch_limit": 16384,
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "merge_kernel_size": 2,
+        "fixed_output_tokens": None,
+        "patch_limit_on_one_side": 512,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "sample_fps": 2.0,
+        "max_num_frames_each_video": None,
+        "temporal_merge_kernel_size": 4,
+        "timestamp_mode": "hh:mm:ss.fff",
+    },
+}
+"""The same for Kimi-K2.5."""
 LANGUAGE = "language_model."
 TOWER = "vision_tower."
 MERGER = "multi_modal_projector."
+K25_PROJECTOR = {
+    f"{MERGER}pre_norm": "mm_projector.pre_norm",
+    f"{MERGER}linear_1": "mm_projector.proj.0",
+    f"{MERGER}linear_2": "mm_projector.proj.2",
+}
+"""Names of Kimi-VL's projector -> those of Kimi-K2.5."""
+SIZED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+"""Keys of VISION that begin with vt_ in Kimi-K2.5."""
 
 
 def write_kimi_vl_model(
@@ -60,10 +90,62 @@ def write_kimi_vl_model(
 
     `vision` changes settings of the tower, `text` those of the language model.
     """
-    write_model("moonlight", folder, seed, **text)
-    weights = load_file(folder / "model.safetensors")
-    language = json.loads((folder / "config.json").read_text())
     tower = {**VISION, **(vision or {})}
+    language = _write_parts("moonlight", folder, seed, tower, **text)
+    parts = {"text_config": language, "vision_config": tower}
+    parts["vocab_size"] = language["vocab_size"]
+    _write_config(folder, "KimiVL", "kimi_vl", parts)
+    return folder
+
+
+def write_kimi_k25_model(
+    folder: Path, seed: int = 0, vision: Mapping[str, Any] | None = None, **text: Any
+) -> Path:
+    """Save the same as a Kimi-K2.5 whose weights are not quantized."""
+    tower = {**VISION, **(vision or {})}
+    language = _write_parts("kimi_k2", folder, seed, tower, **text)
+    path = folder / "model.safetensors"
+    save_file(with_k25_names(load_file(path)), path, metadata={"format": "pt"})
+    parts = {"text_config": language, "vision_config": published_vision(tower)}
+    _write_config(folder, "KimiK25", "kimi_k25", parts)
+    return folder
+
+
+def with_k25_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return Kimi-VL's tensors under the names of Kimi-K2.5."""
+    renamed = {}
+    for name, tensor in weights.items():
+        module, _, kind = name.rpartition(".")
+        renamed[f"{K25_PROJECTOR.get(module, module)}.{kind}"] = tensor
+    return renamed
+
+
+def published_vision(tower: Mapping[str, Any], out: int = 64) -> dict[str, Any]:
+    """Return vision_config of Kimi-K2.5, with the keys that the published one has."""
+    sides = ("init_pos_emb_height", "init_pos_emb_width", "merge_kernel_size", "patch_size")
+    return {
+        **{key: tower[key] for key in sides},
+        **{f"vt_{key}": tower[key] for key in SIZED},
+        "init_pos_emb_time": 4,
+        "merge_type": "sd2_tpool",
+        "mm_hidden_size": tower["hidden_size"],
+        "mm_projector_type": "patchmerger",
+        "model_type": "",
+        "pos_emb_type": "divided_fixed",
+        "projector_hidden_act": "gelu",
+        "projector_ln_eps": 1e-05,
+        "text_hidden_size": out,
+        "video_attn_type": "spatial_temporal",
+    }
+
+
+def _write_parts(
+    kind: str, folder: Path, seed: int, tower: Mapping[str, Any], **text: Any
+) -> dict[str, Any]:
+    """Save a random language model and tower under Kimi-VL's names; return the former's config."""
+    write_model(kind, folder, seed, **text)
+    weights = load_file(folder / "model.safetensors")
+    language: dict[str, Any] = json.loads((folder / "config.json").read_text())
     generator = torch.Generator().manual_seed(seed)
     renamed = {LANGUAGE + name: tensor for name, tensor in weights.items()}
     for name, shape in tower_shapes(tower, language["hidden_size"]).items():
@@ -73,24 +155,25 @@ def write_kimi_vl_model(
         else:
             renamed[name] = 0.05 * noise
     save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    return language
+
+
+def _write_config(folder: Path, family: str, model_type: str, parts: Mapping[str, Any]) -> None:
     config = {
-        "architectures": ["KimiVLForConditionalGeneration"],
-        "model_type": "kimi_vl",
+        "architectures": [f"{family}ForConditionalGeneration"],
+        "model_type": model_type,
         "dtype": "float32",
         "media_placeholder_token_id": PLACEHOLDER,
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "vocab_size": language["vocab_size"],
-        "text_config": language,
-        "vision_config": tower,
+        **parts,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def tower_shapes(vision: Mapping[str, Any], out: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a tower by the names of the published checkpoint."""
+    """Return the tensors of a tower by the names of the published Kimi-VL."""
     hidden, ffn = vision["hidden_size"], vision["intermediate_size"]
     merged = 4 * hidden
     table = (vision["init_pos_emb_height"], vision["init_pos_emb_width"], hidden)
@@ -152,9 +235,10 @@ class KimiVl(nn.Module):
         from transformers.models.kimi_k25 import modeling_kimi_k25 as models
 
         saved = json.loads((folder / "config.json").read_text())
-        settings, tower = saved["text_config"], saved["vision_config"]
+        settings = saved["text_config"]
+        tower = {key.removeprefix("vt_"): value for key, value in saved["vision_config"].items()}
         self.config = SimpleNamespace(
-            model_type="kimi_vl", image_token_id=saved["media_placeholder_token_id"]
+            model_type=saved["model_type"], image_token_id=saved["media_placeholder_token_id"]
         )
         self.num_heads = tower["num_attention_heads"]
         weights = {
@@ -162,6 +246,7 @@ class KimiVl(nn.Module):
             for file in folder.glob("*.safetensors")
             for name, tensor in load_file(file).items()
         }
+        self.projector_names = K25_PROJECTOR if saved["model_type"] == "kimi_k25" else {}
         own = {n.removeprefix(LANGUAGE): t for n, t in weights.items() if n.startswith(LANGUAGE)}
         text: Any = DeepseekV3ForCausalLM
         self.text = text.from_pretrained(
@@ -170,7 +255,7 @@ class KimiVl(nn.Module):
         config: Any = configs.Kimi_K25Config(
             text_config=settings,
             vision_config={
-                **{k: v for k, v in tower.items() if not k.startswith(("init_", "model_type"))},
+                **{key: tower[key] for key in (*SIZED, "patch_size", "merge_kernel_size")},
                 "pos_emb_height": tower["init_pos_emb_height"],
                 "pos_emb_width": tower["init_pos_emb_width"],
             },
@@ -182,7 +267,12 @@ class KimiVl(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if not name.startswith("text."):
-                    parameter.copy_(self._own_part(checkpoint_name(name), weights))
+                    parameter.copy_(self._own_part(self.saved_name(name), weights))
+
+    def saved_name(self, name: str) -> str:
+        """Return the name of the checkpoint."""
+        module, _, kind = checkpoint_name(name).rpartition(".")
+        return f"{self.projector_names.get(module, module)}.{kind}"
 
     def _own_part(self, name: str, weights: Mapping[str, Tensor]) -> Tensor:
         for part, letter in enumerate("qkv"):
@@ -210,7 +300,7 @@ class KimiVl(nn.Module):
         """Yield (name of the checkpoint, gradient); experts stay stacked."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.named_parameters():
-            name = checkpoint_name(name)
+            name = self.saved_name(name)
             assert parameter.grad is not None, name
             letter = next((each for each in "qkv" if f".{each}_proj." in name), None)
             if name.startswith(LANGUAGE) or letter is None:

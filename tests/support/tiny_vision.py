@@ -108,7 +108,7 @@ def batches_of(folder: str | Path) -> list[TrainBatch]:
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     kind = config["model_type"]
-    frames = 1 if kind == "kimi_vl" else 2
+    frames = 1 if kind in ("kimi_vl", "kimi_k25") else 2
     batches = BATCHES + WITH_VIDEOS if kind == "qwen2_5_vl" else BATCHES
     return make_vision_batches(batches, config["vision_config"]["patch_size"], frames)
 
@@ -196,7 +196,7 @@ def load_vision_model(folder: Path) -> Any:
 
     from tests.support.tiny_kimi_vl import KimiVl
 
-    if model_type_of(folder) == "kimi_vl":
+    if model_type_of(folder) in ("kimi_vl", "kimi_k25"):
         return KimiVl(folder)
 
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)

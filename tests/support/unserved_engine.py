@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mcore_rl.device.sglang_setup import use_cpu
 from mcore_rl.rollout.packed_experts import keep_words_in_order
+from mcore_rl.rollout.server import use_our_classes
 from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.receiver import (
     WeightReceiver,
@@ -45,6 +46,7 @@ OF_SGLANG_ALONE = ("_shape", "g_idx", "_sort_indices")
 def main(hf_dir: str, sizes: dict[str, Any], rank: int) -> None:
     answers = sys.stdout
     sys.stdout = sys.stderr  # SGLang prints
+    use_our_classes(["--model-path", hf_dir])
     use_cpu([])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.bfloat16)

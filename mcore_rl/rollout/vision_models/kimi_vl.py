@@ -11,7 +11,7 @@ from sglang.srt.models import kimi_vl
 from sglang.srt.multimodal.customized_mm_processor_utils import register_customized_processor
 from torch import nn
 
-from mcore_rl.rollout.vision_models.kimi_vl_processor import KimiVlProcessor
+from mcore_rl.rollout.vision_models.kimi_processor import KimiVlProcessor
 
 
 class KimiVLForConditionalGeneration(kimi_vl.KimiVLForConditionalGeneration):

@@ -18,6 +18,8 @@ from mcore_rl.weights.hf.config import read_named_dtype
 from mcore_rl.weights.layouts.layout import COLUMNS, ROWS, WHOLE, EngineRule
 from mcore_rl.weights.layouts.sglang_mamba import MAMBA, MODULES, find_mamba_problems
 from mcore_rl.weights.layouts.sglang_towers import (
+    KIMI_K25,
+    KIMI_VL,
     QWEN3,
     QWEN3_5,
     QWEN3_5_MOE,
@@ -116,6 +118,7 @@ WITH_HEAD_BY_DP = {
     QWEN3_MOE,
     QWEN3_5,
     QWEN3_5_MOE,
+    KIMI_K25,
 }
 WITH_WHOLE_EMBEDDING_BY_DP = {*QWEN3_5_MODELS}
 WITH_WHOLE_DENSE_LAYERS = {
@@ -125,7 +128,8 @@ WITH_WHOLE_DENSE_LAYERS = {
     "Glm4MoeForCausalLM",
     "Glm4MoeLiteForCausalLM",
     "Glm4vMoeForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
+    KIMI_VL,
+    KIMI_K25,
 }
 WITH_DEEPEP = {
     QWEN3_MOE,
@@ -137,7 +141,8 @@ WITH_DEEPEP = {
     "DeepseekV3ForCausalLM",
     "Glm4MoeLiteForCausalLM",
     *SPARSE,
-    "KimiVLForConditionalGeneration",
+    KIMI_VL,
+    KIMI_K25,
 }
 
 EXPERT_AXIS: Mapping[str, int | None] = {
@@ -163,6 +168,12 @@ DTYPES = {
     ("Glm4MoeForCausalLM", "mlp.gate.weight"): "float32",
     ("Glm4MoeLiteForCausalLM", "mlp.gate.weight"): "float32",
     ("Glm4vMoeForConditionalGeneration", "mlp.gate.weight"): "float32",
+    **{
+        ("Glm4vMoeForConditionalGeneration", f"model.visual.merger.post_projection_norm.{kind}"): (
+            "float32"
+        )
+        for kind in ("weight", "bias")
+    },
     ("HYV3ForCausalLM", "mlp.router.gate.weight"): "float32",
     ("MiniMaxM2ForCausalLM", "block_sparse_moe.gate.weight"): "float32",
     ("GptOssForCausalLM", "mlp.experts.gate_up_proj_bias"): "float32",
@@ -197,7 +208,7 @@ EMBEDDING_ON_EVERY_STAGE = {"MiniMaxM2ForCausalLM"}
 WITHOUT_STAGES = {
     "HYV3ForCausalLM",
     "OlmoeForCausalLM",
-    "KimiVLForConditionalGeneration",
+    KIMI_VL,
     "Qwen3NextForCausalLM",
 }
 WITHOUT_TENSOR_PARALLELISM = {"OlmoeForCausalLM"}
@@ -209,7 +220,7 @@ WITHOUT_ATTENTION_DP = {
     "MixtralForCausalLM",
     "OlmoeForCausalLM",
     "Qwen2_5_VLForConditionalGeneration",
-    "KimiVLForConditionalGeneration",
+    KIMI_VL,
     "NemotronHForCausalLM",
 }
 WITHOUT_TIED_HEAD = {
@@ -230,10 +241,6 @@ WITHOUT_TIED_HEAD_IN_STAGES = {
     "Qwen3_5MoeForCausalLM",
 }
 WITHOUT_DENSE_LAYERS = {"Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM", QWEN3_MOE}
-
-
-WITH_UNSENT_PARTS = {"KimiK25ForConditionalGeneration"}
-"""Architectures with parts that no trainer rank has, so that no weight sync fills them."""
 
 
 @dataclass(frozen=True)
@@ -367,12 +374,6 @@ def _find_size_problems(hf_config: HfConfig, sizes: SGLangSizes) -> Iterator[tup
 def _find_setting_problems(hf_config: HfConfig, dtype: str | None) -> Iterator[tuple[str, str]]:
     """Yield (setting, problem) for settings of config.json that SGLang's model ignores or lacks."""
     architecture = family_of(hf_config).architecture
-    if architecture in WITH_UNSENT_PARTS:
-        problem = (
-            "has a vision tower, which no trainer rank has: write the language model alone, as"
-            " DeepSeek-V3, with mcore-rl-ckpt text-only <this directory> <another>"
-        )
-        yield f"architectures = {[architecture]}", problem
     for key, value_of in BUILT_IN.get(architecture, {}).items():
         value = value_of(hf_config)
         if hf_config.get(key, value) not in (None, value):

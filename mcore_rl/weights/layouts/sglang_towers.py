@@ -5,7 +5,7 @@ Every pipeline stage has a whole vision tower:
     qkv of 2 ranks, 3 blocks of rows      q0 k0 v0 | q1 k1 v1
     MLP of width 44, a multiple of 8      rows 0-23 | rows 24-43, 4 rows of zeros
 
-Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe,qwen3_5,kimi_vl_moonvit}.py and
+Source: srt/models/{qwen2_5_vl,glm4v,qwen3_vl,qwen3_vl_moe,qwen3_5,kimi_vl_moonvit,kimi_k25}.py and
 srt/layers/attention/vision.py. tests/scenarios/rollout compares all of it with SGLang itself.
 """
 
@@ -82,6 +82,13 @@ MOONVIT: Mapping[str, EngineRule] = {
     "merger.linear_1": WHOLE,
     "merger.linear_2": WHOLE,
 }
+MOONVIT_3D: Mapping[str, EngineRule] = {
+    **MOONVIT,
+    "blocks.mlp.fc0": WHOLE,
+    "blocks.mlp.fc1": WHOLE,
+}
+KIMI_VL = "KimiVLForConditionalGeneration"
+KIMI_K25 = "KimiK25ForConditionalGeneration"
 QWEN3 = "Qwen3VLForConditionalGeneration"
 QWEN3_MOE = "Qwen3VLMoeForConditionalGeneration"
 QWEN3_5 = "Qwen3_5ForConditionalGeneration"
@@ -93,7 +100,8 @@ TOWER_RULES: Mapping[str, Mapping[str, EngineRule]] = {
     QWEN3_MOE: QWEN3_TOWER,
     QWEN3_5: QWEN3_TOWER,
     QWEN3_5_MOE: QWEN3_TOWER,
-    "KimiVLForConditionalGeneration": MOONVIT,
+    KIMI_VL: MOONVIT,
+    KIMI_K25: MOONVIT_3D,
 }
 """Architecture -> module of its tower, without the block's number -> how it is cut."""
 

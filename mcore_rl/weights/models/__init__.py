@@ -7,16 +7,11 @@ which would make lists of tensors that never end.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_rl.weights.models.deepseek_kimi import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    GLM4_MOE_LITE,
-    KIMI_K25,
-    KIMI_VL,
-)
+from mcore_rl.weights.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from mcore_rl.weights.models.glm4_minimax import GLM4_MOE, GLM4V_MOE, MINIMAX_M2
 from mcore_rl.weights.models.gpt_oss import GPT_OSS
 from mcore_rl.weights.models.hunyuan import HUNYUAN_V3
+from mcore_rl.weights.models.moonvit import KIMI_K25, KIMI_VL
 from mcore_rl.weights.models.mtp import TRAINED
 from mcore_rl.weights.models.nemotron import NEMOTRON_H
 from mcore_rl.weights.models.qwen_delta_net import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -65,13 +60,19 @@ CAUSAL = (
 )
 """The tables of causal language models."""
 
-VISION = (QWEN2_5_VL, GLM4V_MOE, QWEN3_VL, QWEN3_VL_MOE, QWEN3_5_VL, QWEN3_5_VL_MOE, KIMI_VL)
+VISION = (
+    QWEN2_5_VL,
+    GLM4V_MOE,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    QWEN3_5_VL,
+    QWEN3_5_VL_MOE,
+    KIMI_VL,
+    KIMI_K25,
+)
 """The tables of models that see images."""
 
-WITHOUT_TOWER = (KIMI_K25,)
-"""The tables of models that see images, but whose language model alone is trained."""
-
-LANGUAGE = (*CAUSAL, *VISION, *WITHOUT_TOWER)
+LANGUAGE = (*CAUSAL, *VISION)
 """The tables of all models that give log-probs; each has a twin with a value head."""
 
 FAMILIES = {family.architecture: family for family in (*LANGUAGE, *map(make_classifier, LANGUAGE))}

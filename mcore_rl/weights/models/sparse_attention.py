@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.weights.models import rules
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, read_deepseek_sizes
+from mcore_rl.weights.models.deepseek import DEEPSEEK_V3, read_deepseek_sizes
 from mcore_rl.weights.models.settings import (
     find_mlp_types_refusal,
     find_rope_theta_refusal,

@@ -14,7 +14,7 @@ import torch
 
 from mcore_rl.data.images.encoded import EncodedImage
 from mcore_rl.data.images.processor import ImageProcessor
-from mcore_rl.rollout.vision_models.kimi_vl_processor import PLACEHOLDER, KimiVlProcessor
+from mcore_rl.rollout.vision_models.kimi_processor import PLACEHOLDER, KimiVlProcessor
 from tests.support.image_requests import write_served_model
 from tests.support.odd_images import encode, noise
 
@@ -42,7 +42,7 @@ def test_our_class_is_served_and_still_needed(tmp_path: Path) -> None:
             "upstream_loaded": ["positions"],
             "upstream_in_place": ["positions", "latent"],
         },
-        "processor": f"{MODULE}_processor",
+        "processor": "mcore_rl.rollout.vision_models.kimi_processor",
     }
 
 

@@ -4,6 +4,7 @@ import base64
 import json
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,20 @@ from mcore_rl.tasks.tiny_models import (
     qwen2_5_vl_config,
 )
 from tests.support.odd_images import encode, make_vision_tokenizer, noise
-from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR, write_kimi_vl_model
+from tests.support.tiny_kimi_vl import (
+    KIMI_K25_PROCESSOR,
+    KIMI_VL_PROCESSOR,
+    write_kimi_k25_model,
+    write_kimi_vl_model,
+)
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model
 
 MEDIA = "<|media_pad|>"
-"""The placeholder of Kimi-VL."""
+"""The placeholder of Kimi-VL and Kimi-K2.5."""
+KIMIS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "kimi_vl": (write_kimi_vl_model, KIMI_VL_PROCESSOR),
+    "kimi_k25": (write_kimi_k25_model, KIMI_K25_PROCESSOR),
+}
 
 
 def write_served_model(folder: Path, kind: str) -> Any:
@@ -40,12 +50,16 @@ def write_served_model(folder: Path, kind: str) -> Any:
     tokenizer.add_tokens(["<|end|>", "<|pad|>"], special_tokens=True)
     tokenizer.eos_token = "<|end|>"
     tokenizer.pad_token = "<|pad|>"
-    if kind == "kimi_vl":
+    if kind in KIMIS:
         tokenizer.chat_template = tokenizer.chat_template.replace(PLACEHOLDER, MEDIA)
         tokenizer.add_tokens([MEDIA], special_tokens=True)
     ids = tokenizer.get_vocab()
     folder.mkdir()
-    write = {"qwen2_5_vl": write_qwen2_5_vl, "qwen3_vl": write_qwen3_vl, "kimi_vl": write_kimi_vl}
+    write = {
+        "qwen2_5_vl": write_qwen2_5_vl,
+        "qwen3_vl": write_qwen3_vl,
+        **{each: partial(write_kimi, each) for each in KIMIS},
+    }
     write[kind](folder, ids)
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -74,12 +88,13 @@ def write_qwen3_vl(folder: Path, ids: dict[str, int]) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **processor}))
 
 
-def write_kimi_vl(folder: Path, ids: dict[str, int]) -> None:
-    write_kimi_vl_model(folder, vocab_size=len(ids))
+def write_kimi(kind: str, folder: Path, ids: dict[str, int]) -> None:
+    write, processor = KIMIS[kind]
+    write(folder, vocab_size=len(ids))
     config = json.loads((folder / "config.json").read_text())
     config["media_placeholder_token_id"] = ids[MEDIA]
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(KIMI_VL_PROCESSOR))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def post(url: str, data: bytes, kind: str = "application/json") -> Any:
@@ -140,6 +155,7 @@ def patches_logprob(
         ("qwen2_5_vl", PLACEHOLDER),
         ("qwen3_vl", PLACEHOLDER),
         ("kimi_vl", MEDIA),
+        ("kimi_k25", MEDIA),
     ],
 )
 def test_chats_and_patches_give_the_same_log_probs(tmp_path: Path, kind: str, name: str) -> None:

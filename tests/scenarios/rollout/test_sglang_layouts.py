@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_models import write_model
 from tests.support.tiny_qwen3_vl import (
     write_qwen3_5_model,
@@ -140,6 +140,13 @@ KIMI_VL = [
     ({}, {"tp": 2, "ep": 2, "whole_shared_experts": True}),
 ]
 """The same for Kimi-VL."""
+KIMI_K25 = [
+    ({}, {"tp": 2, "ep": 2}),
+    (EIGHT_LAYERS, {"tp": 2, "pp": 2}),
+    ({}, {"tp": 4, "ep": 4, "whole_tower": True} | DENSE),
+    ({"vision": {"num_attention_heads": 4}}, {"tp": 4, "ep": 4, "dp": 2} | HEAD | DEEPEP),
+]
+"""The same for Kimi-K2.5."""
 
 
 TOWERS = [
@@ -148,6 +155,7 @@ TOWERS = [
     *((write_qwen3_vl_model, case) for case in QWEN3_VL),
     *((write_qwen3_vl_moe_model, case) for case in QWEN3_VL_MOE),
     *((write_kimi_vl_model, case) for case in KIMI_VL),
+    *((write_kimi_k25_model, case) for case in KIMI_K25),
     *((write_qwen3_5_model, case) for case in QWEN3_5),
     *((write_qwen3_5_moe_model, case) for case in QWEN3_5_MOE),
 ]
@@ -186,8 +194,8 @@ def make_tower_cases(towers: Sequence[Any], root: Path) -> list[dict[str, Any]]:
     for i, (write, (changes, sizes)) in enumerate(towers):
         folder = str(write(root / str(i), **changes))
         cases += [
-            {"hf_dir": folder, "dtype": "float32", "loader": loader, "sizes": sizes}
-            for loader in ("cpu", "gpu")
+            {"hf_dir": folder, "dtype": dtype, "loader": loader, "sizes": sizes}
+            for dtype, loader in (("float32", "cpu"), ("bfloat16", "gpu"))
         ]
     return cases
 

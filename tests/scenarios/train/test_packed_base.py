@@ -13,7 +13,7 @@ from mcore_rl.planning.recipe_models import PlannedRun
 from mcore_rl.types import LogprobOptions
 from mcore_rl.weight_sync.sender import WeightSender
 from tests.support.distributed import run_ranks
-from tests.support.tiny_kimi_k25 import write_kimi_k25_model
+from tests.support.tiny_kimi_k25 import write_int4_kimi_k25_model
 from tests.support.tiny_training import (
     NUM_TOKENS,
     VOCAB,
@@ -84,7 +84,7 @@ def folders(
     folder = tmp_path_factory.mktemp("packed")
     source, plain = folder / request.param, folder / "plain"
     if request.param == "int4":
-        write_kimi_k25_model(source, vocab_size=VOCAB + 1)
+        write_int4_kimi_k25_model(source, vocab_size=VOCAB + 1)
     else:
         whole = write_hf_model(folder / "whole", **ODD)
         assert main(["to-fp8", str(whole), str(source), "--workers", "1"]) == 0

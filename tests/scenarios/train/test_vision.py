@@ -20,7 +20,7 @@ from tests.support.distributed import run_each, run_ranks
 from tests.support.exact_gradients import compute_exact_gradients
 from tests.support.gradients import boxed_gradients, check_gradients
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import (
     write_qwen3_5_model,
     write_qwen3_5_moe_model,
@@ -52,6 +52,7 @@ WRITERS = {
     "qwen2_5_vl": write_vision_model,
     "glm4v_moe": write_glm4v_model,
     "kimi_vl": write_kimi_vl_model,
+    "kimi_k25": write_kimi_k25_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
     "qwen3_5": write_qwen3_5_model,
@@ -69,6 +70,9 @@ CASES = [
     pytest.param("kimi_vl", LATENT[:1], id="kimi_vl", marks=SLOW),
     pytest.param("kimi_vl", LATENT[1:], id="kimi_vl-two_ranks", marks=SLOW),
     pytest.param("kimi_vl", LATENT_FOUR, id="kimi_vl-four_ranks", marks=SLOW),
+    pytest.param("kimi_k25", [{"tp": 2, "ep": 2}, {"pp": 2, "vpp": 2}], id="kimi_k25", marks=SLOW),
+    pytest.param("kimi_k25", [{"tp": 2, "etp": 2}, {"cp": 2}], id="kimi_k25-two_ranks", marks=SLOW),
+    pytest.param("kimi_k25", LATENT_FOUR, id="kimi_k25-four_ranks", marks=SLOW),
     pytest.param("qwen3_vl", [RECOMPUTED], id="qwen3_vl", marks=SLOW),
     pytest.param("qwen3_vl", [APART], id="qwen3_vl-features_travel"),
     pytest.param(

@@ -24,7 +24,7 @@ from mcore_rl.weights.models.value_head import SCORE
 from tests.support.distributed import run_each, run_ranks
 from tests.support.gradients import boxed_gradients, check_gradients, whole_gradients
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import (
     write_qwen3_5_model,
     write_qwen3_5_moe_model,
@@ -51,6 +51,7 @@ WRITERS: dict[str, Callable[..., Path]] = {
     "qwen3_5": write_qwen3_5_model,
     "qwen3_5_moe": write_qwen3_5_moe_model,
     "kimi_vl": write_kimi_vl_model,
+    "kimi_k25": write_kimi_k25_model,
 }
 SLOW = pytest.mark.slow
 CASES = [
@@ -62,6 +63,7 @@ CASES = [
     pytest.param("qwen3_5", [{"tp": 2}, {"pp": 2}], id="qwen3_5", marks=SLOW),
     pytest.param("qwen3_5_moe", [{"tp": 2, "ep": 2}, {"pp": 2}], id="qwen3_5_moe", marks=SLOW),
     pytest.param("kimi_vl", [{"tp": 2, "ep": 2}, {"pp": 2}], id="kimi_vl", marks=SLOW),
+    pytest.param("kimi_k25", [{"tp": 2, "ep": 2}, {"pp": 2}], id="kimi_k25", marks=SLOW),
 ]
 LOSS = partial(value_loss, clip=0.2)
 

@@ -12,7 +12,7 @@ from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelCo
 from mcore_rl.train.actor import Actor
 from tests.support.distributed import run_each, run_ranks
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import (
     write_qwen3_5_model,
     write_qwen3_5_moe_model,
@@ -28,6 +28,7 @@ PARTS = ("projector", "none")
 WRITERS = {
     "glm4v_moe": write_glm4v_model,
     "kimi_vl": write_kimi_vl_model,
+    "kimi_k25": write_kimi_k25_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
     "qwen3_5": write_qwen3_5_model,

@@ -6,7 +6,7 @@ weights that Megatron gathered, into parameters in SGLang's own order.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,14 @@ from mcore_rl.config import (
 from mcore_rl.planning.deployment import record_layouts
 from mcore_rl.weight_sync.link_store import LinkStore
 from mcore_rl.weight_sync.wire import Link
-from mcore_rl.weights.hf.config import ModelFacts
+from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.int4 import QUANTIZATION_CONFIG
 from mcore_rl.weights.layouts.sglang_models import SGLangSizes
 from tests.support.engine_ranks import EngineRanks
 from tests.support.int4_oracle import compress_with_library
 from tests.support.megatron_ranks import MegatronRanks, hf_weights_of
+from tests.support.tiny_glm4v import write_glm4v_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_models import write_model
 from tests.support.tiny_training import NUM_TOKENS, make_batches
 
@@ -44,13 +46,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
     "deepseek_v3": {"pp": 2, "cp": 2, "ep": 2},
     "glm4_moe": {"tp": 4, "ep": 2, "etp": 2},
+    "kimi_k25": {"tp": 2, "pp": 2, "ep": 2},
+    "kimi_vl": {"tp": 2, "pp": 2, "ep": 2},
+    "glm4v_moe": {"tp": 2, "pp": 2, "ep": 2},
 }
 """Kind of model -> the trainer's layout."""
 ENGINES: dict[str, dict[str, Any]] = {"mixtral": {"tp": 2}, "glm4_moe": {"tp": 2}}
 """Kind of model -> the engine's, by default with expert parallelism."""
 EXPERTS = re.compile(r".*\.experts\.\d+\.\w+\.weight")
-SIZES = {"num_hidden_layers": 2, "hidden_size": 64}
+SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
 """Experts have 64 columns in one direction and 128 in the other."""
+WITH_TOWER: dict[str, Callable[..., Path]] = {
+    "kimi_k25": write_kimi_k25_model,
+    "kimi_vl": write_kimi_vl_model,
+    "glm4v_moe": write_glm4v_model,
+}
+"""Kind of a model that sees images -> its writer."""
 WIDTHS = {"mixtral": "intermediate_size"}
 
 
@@ -64,7 +75,10 @@ def ranks() -> Iterator[MegatronRanks]:
 def make_dirs(kind: str, folder: Path) -> tuple[Path, Path]:
     """The trainer's model directory, and config.json of the same model for the engine."""
     sizes = {**SIZES, WIDTHS.get(kind, "moe_intermediate_size"): 128}
-    hf_dir = write_model(kind, folder / "hf", **sizes)
+    if kind in WITH_TOWER:
+        hf_dir = WITH_TOWER[kind](folder / "hf", **sizes)
+    else:
+        hf_dir = write_model(kind, folder / "hf", **sizes)
     int4_dir = folder / "int4"
     int4_dir.mkdir()
     config = json.loads((hf_dir / "config.json").read_text())
@@ -80,7 +94,7 @@ def quantize_gathered(ranks: MegatronRanks, hf_dir: Path, folder: Path) -> tuple
     """
     ranks.save(folder / "megatron", {})
     ranks.finish_save()
-    config = json.loads((hf_dir / "config.json").read_text())
+    config = read_hf_config(hf_dir)
     tensors: dict[str, Tensor] = {}
     num_packed = 0
     for name, weight in hf_weights_of(folder / "megatron", config).items():

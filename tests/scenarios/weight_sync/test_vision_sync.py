@@ -79,6 +79,7 @@ def is_text(batches: list[TrainBatch]) -> Tensor:
         ("qwen3_5", {"tp": 2}),
         ("qwen3_5_moe", {"tp": 2, "ep": 2}),
         ("kimi_vl", {"tp": 2, "ep": 2}),
+        ("kimi_k25", {"tp": 2, "ep": 2}),
     ],
 )
 def test_a_step_on_images_reaches_every_parameter_of_engines(

@@ -11,7 +11,7 @@ from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.files import load_into
 from mcore_rl.weights.hf.opened import open_hf_dir
 from tests.support.small_hf import read_all
-from tests.support.tiny_kimi_k25 import LANGUAGE, unpack_all, write_kimi_k25_model
+from tests.support.tiny_kimi_k25 import LANGUAGE, unpack_all, write_int4_kimi_k25_model
 
 EXPERT = LANGUAGE + "model.layers.1.mlp.experts.3.down_proj.weight"
 ROUTER = LANGUAGE + "model.layers.1.mlp.gate.weight"
@@ -20,7 +20,7 @@ ROUTER = LANGUAGE + "model.layers.1.mlp.gate.weight"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory of two files, in which the scales of an expert lie apart from its words."""
-    made = write_kimi_k25_model(tmp_path_factory.mktemp("kimi") / "hf")
+    made = write_int4_kimi_k25_model(tmp_path_factory.mktemp("kimi") / "hf")
     weights = load_file(made / "model.safetensors")
     apart = {f"{EXPERT}_scale": weights.pop(f"{EXPERT}_scale")}
     save_file(weights, made / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.hf.flops import TowerFlops
 from tests.support.tiny_glm4v import write_glm4v_model
-from tests.support.tiny_kimi_vl import write_kimi_vl_model
+from tests.support.tiny_kimi_vl import write_kimi_k25_model, write_kimi_vl_model
 from tests.support.tiny_qwen3_vl import write_qwen3_vl_model, write_qwen3_vl_moe_model
 from tests.support.tiny_vision import batches_of, load_vision_model, write_vision_model
 
@@ -21,12 +21,14 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
     "qwen2_5_vl": write_vision_model,
     "glm4v_moe": write_glm4v_model,
     "kimi_vl": write_kimi_vl_model,
+    "kimi_k25": write_kimi_k25_model,
     "qwen3_vl": write_qwen3_vl_model,
     "qwen3_vl_moe": write_qwen3_vl_moe_model,
 }
 PUBLISHED = {
     "qwen2_5_vl_7b": 0.68e9,
     "kimi_vl_a3b": 0.44e9,
+    "kimi_k25": 0.47e9,
 }
 """Parameters of the tower, its projector included."""
 
@@ -38,7 +40,7 @@ def tower_of(folder: str) -> TowerFlops:
 
 
 def run_tower(model: Any, pixels: torch.Tensor, grids_I3: torch.Tensor) -> None:
-    if model.config.model_type == "kimi_vl":
+    if model.config.model_type in ("kimi_vl", "kimi_k25"):
         patches = pixels.unflatten(-1, (3, 14, 14))
         model.projector(model.vision(patches, grids_I3).pooler_output)
         return
@@ -49,7 +51,7 @@ def run_tower(model: Any, pixels: torch.Tensor, grids_I3: torch.Tensor) -> None:
 def test_a_forward_pass_has_the_operations_that_torch_counts(kind: str, tmp_path: Path) -> None:
     folder = WRITERS[kind](tmp_path / "model")
     model = load_vision_model(folder)
-    tower = model.vision if kind == "kimi_vl" else model.model.visual
+    tower = model.vision if kind.startswith("kimi") else model.model.visual
     tower.set_attn_implementation("eager")
     flops = TowerFlops.from_facts(ModelFacts.read(folder))
     assert flops is not None

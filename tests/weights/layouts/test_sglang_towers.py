@@ -12,7 +12,7 @@ from mcore_rl.weights.layouts.sglang_models import SGLangSizes, refuse_unserved
 from mcore_rl.weights.layouts.sglang_towers import QWEN2_5_TOWER, cut_tower, find_tower_rule
 from mcore_rl.weights.layouts.tensors import Tensors
 from mcore_rl.weights.models import family_of
-from mcore_rl.weights.models.deepseek_kimi import KIMI_VL
+from mcore_rl.weights.models.moonvit import KIMI_VL
 from mcore_rl.weights.models.qwen_vl import QWEN2_5_VL
 from tests.support.tiny_kimi_vl import write_kimi_vl_model
 from tests.weights.models.test_qwen2_5_vl import FLAT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V2, DEEPSEEK_V3
+from mcore_rl.weights.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 
 
 def config_of(model: str) -> dict[str, Any]:

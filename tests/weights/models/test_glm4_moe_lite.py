@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.deepseek_kimi import GLM4_MOE_LITE
+from mcore_rl.weights.models.deepseek import GLM4_MOE_LITE
 
 CONFIG = json.loads(Path("recipes/model/glm_4_7_flash/config.json").read_text())
 

@@ -11,11 +11,13 @@ from mcore_rl.weights.box import itemsize
 from mcore_rl.weights.hf.config import read_hf_config, with_text_settings
 from mcore_rl.weights.hf.int4 import is_int4
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3, KIMI_K25
+from mcore_rl.weights.models.moonvit import KIMI_K25
 from mcore_rl.weights.models.settings import drop_quantization
 from tests.support.kimi_k25_published import CONFIG, GIB, NUM_TENSORS, list_tensors
 from tests.support.policy import ROOT
-from tests.support.tiny_kimi_k25 import write_kimi_k25_model
+from tests.support.tiny_kimi_k25 import write_int4_kimi_k25_model
+
+VISION = CONFIG["vision_config"]
 
 
 def test_the_table_is_that_of_the_published_files() -> None:
@@ -47,15 +49,13 @@ def test_published_settings_become_those_of_kimi_k2(tmp_path: Path) -> None:
     assert (options["rotary_base"], options["rotary_scaling_factor"]) == (50000.0, 64.0)
     assert options["rope_type"] == "yarn" and options["moe_router_topk_scaling_factor"] == 2.827
     assert KIMI_K25.embedding == "language_model.model.embed_tokens.weight"
-    assert not KIMI_K25.has_tower
-    config = read_hf_config(write_kimi_k25_model(tmp_path / "hf"))
+    assert KIMI_K25.has_tower
+    config = read_hf_config(write_int4_kimi_k25_model(tmp_path / "hf"))
     assert "quantization_config" not in json.dumps(config)
 
 
-def test_parts_that_see_images_lie_beside_the_model() -> None:
+def test_layers_for_speculation_may_lie_beside_the_model() -> None:
     config = with_text_settings(CONFIG)
-    for name in ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.bias"):
-        assert KIMI_K25.is_carried(config, name)
     mtp = "language_model.model.layers.61.eh_proj.weight"
     assert not KIMI_K25.is_carried(config, mtp)
     assert KIMI_K25.is_carried({**config, "num_nextn_predict_layers": 1}, mtp)
@@ -69,6 +69,15 @@ def test_parts_that_see_images_lie_beside_the_model() -> None:
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"rope_scaling": None, "rope_theta": None}, "lacks 'rope_theta'"),
         ({"n_group": None, "routed_scaling_factor": None}, "lacks"),
+        ({"media_placeholder_token_id": None}, "lacks 'image_token_id'"),
+        ({"vision_config": {**VISION, "patch_size": 16}}, "patch_size=16 of vision_config"),
+        ({"vision_config": {**VISION, "merge_type": "sd2"}}, "merge_type='sd2'"),
+        ({"vision_config": {**VISION, "mm_projector_type": "mlp"}}, "mm_projector_type='mlp'"),
+        ({"vision_config": {**VISION, "projector_ln_eps": 1e-6}}, "projector_ln_eps=1e-06"),
+        ({"vision_config": {**VISION, "text_hidden_size": 64}}, "text_hidden_size=64 .* be 7168"),
+        ({"vision_config": {**VISION, "mm_hidden_size": 64}}, "mm_hidden_size=64 .* be 1152"),
+        ({"vision_config": {**VISION, "vt_num_attention_heads": 5}}, "multiple of 4"),
+        ({"vision_config": {**VISION, "vt_num_hidden_layers": None}}, "'vt_num_hidden_layers'"),
     ],
 )
 def test_other_settings_are_refused(change: dict[str, Any], message: str) -> None:
@@ -79,10 +88,10 @@ def test_other_settings_are_refused(change: dict[str, Any], message: str) -> Non
         refuse_unsupported(config)
 
 
-def test_the_recipes_model_is_the_published_language_model() -> None:
-    config = json.loads((ROOT / "recipes/model/kimi_k25/config.json").read_text())
+def test_the_recipes_model_is_the_published_one() -> None:
+    config = read_hf_config(ROOT / "recipes/model/kimi_k25")
     published = with_text_settings(CONFIG)
-    assert DEEPSEEK_V3.options(config) == KIMI_K25.options(published)
-    shapes = {f"language_model.{name}": shape for name, shape in DEEPSEEK_V3.shapes(config).items()}
-    assert shapes == KIMI_K25.shapes(published)
+    assert KIMI_K25.options(config) == KIMI_K25.options(published)
+    assert KIMI_K25.shapes(config) == KIMI_K25.shapes(published)
+    assert config["vision_config"] == published["vision_config"]
     assert config["max_position_embeddings"] == published["max_position_embeddings"]

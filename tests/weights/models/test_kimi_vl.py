@@ -8,7 +8,7 @@ from safetensors import safe_open
 
 from mcore_rl.weights.hf.config import read_hf_config
 from mcore_rl.weights.models import refuse_unsupported
-from mcore_rl.weights.models.deepseek_kimi import KIMI_VL, read_kimi_vl_sizes, read_moonvit_sizes
+from mcore_rl.weights.models.moonvit import KIMI_VL, read_kimi_vl_sizes, read_moonvit_sizes
 from tests.support.tiny_kimi_vl import VISION, write_kimi_vl_model
 
 PUBLISHED: dict[str, Any] = {

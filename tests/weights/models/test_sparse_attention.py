@@ -9,7 +9,7 @@ import pytest
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.weights.models import family_of, refuse_unsupported
-from mcore_rl.weights.models.deepseek_kimi import DEEPSEEK_V3
+from mcore_rl.weights.models.deepseek import DEEPSEEK_V3
 from mcore_rl.weights.models.recipe_checks import check_layout
 from mcore_rl.weights.models.sparse_attention import (
     DEEPSEEK_V32,

@@ -23,6 +23,7 @@ MODULES = {
     "GptOssForCausalLM": "gpt_oss",
     "HYV3ForCausalLM": "hunyuan_v3",
     "HYV3ForCausalLMNextN": "hunyuan_v3_nextn",
+    "KimiK25ForConditionalGeneration": "kimi_k25",
     "KimiVLForConditionalGeneration": "kimi_vl",
     "LlamaForCausalLM": "llama",
     "MiniMaxM2ForCausalLM": "minimax_m2",
@@ -82,8 +83,13 @@ def import_few_image_processors() -> None:
     """
     from sglang.srt.managers import multimodal_processor, tokenizer_manager
 
+    import_all = multimodal_processor.import_processors
+
     def import_processors(package_name: str, overwrite: bool = False) -> None:
-        for name in PROCESSORS.get(package_name, ()):
+        if package_name not in PROCESSORS:
+            import_all(package_name, overwrite)
+            return
+        for name in PROCESSORS[package_name]:
             module = import_module(f"{package_name}.{name}")
             for entry in vars(module).values():
                 if isinstance(entry, type) and entry.__module__ == module.__name__:

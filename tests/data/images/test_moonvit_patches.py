@@ -1,4 +1,4 @@
-"""Kimi-VL's patches: sizes as transformers' Kimi-K2.5 has them, pixels as Pillow resizes them."""
+"""Kimi's patches: sizes as transformers' Kimi-K2.5 has them, pixels as Pillow resizes them."""
 
 import json
 import os
@@ -14,33 +14,45 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mcore_rl.data.images.decode import ImageSize
-from mcore_rl.data.images.processor import (
-    LONGEST_SIDE,
-    ImageProcessor,
-    KimiVlPatches,
+from mcore_rl.data.images.moonvit_patches import (
+    KIMI_VL_SIDE,
+    MoonVitPatches,
+    read_kimi_k25,
+    read_kimi_vl,
     read_settings,
 )
+from mcore_rl.data.images.processor import ImageProcessor
 from tests.support.odd_images import noise
-from tests.support.tiny_kimi_vl import KIMI_VL_PROCESSOR
+from tests.support.tiny_kimi_vl import KIMI_K25_PROCESSOR, KIMI_VL_PROCESSOR
 
-RULE = KimiVlPatches(KIMI_VL_PROCESSOR)
-SMALL = KimiVlPatches({**KIMI_VL_PROCESSOR, "in_token_limit": 40})
+RULE = MoonVitPatches(read_kimi_vl(KIMI_VL_PROCESSOR))
+SMALL = MoonVitPatches(read_kimi_vl({**KIMI_VL_PROCESSOR, "in_token_limit": 40}))
+K25 = KIMI_K25_PROCESSOR["media_proc_cfg"]
 SIDES = st.integers(1, 4000)
 
 
 @pytest.mark.slow
-def test_sizes_are_those_of_kimi_k25() -> None:
+@pytest.mark.parametrize(
+    ("rule", "limits"),
+    [
+        (RULE, (4096, KIMI_VL_SIDE)),
+        (MoonVitPatches(read_kimi_k25(K25)), (16384, 512)),
+        (MoonVitPatches(read_kimi_k25({**K25, "in_patch_limit": 300})), (300, 512)),
+    ],
+    ids=["kimi_vl", "kimi_k25", "few_patches"],
+)
+def test_sizes_are_those_of_kimi_k25(rule: MoonVitPatches, limits: tuple[int, int]) -> None:
     generator = np.random.default_rng(0)
-    sizes = generator.integers(1, 2000, (400, 2)).tolist()
+    sizes = generator.integers(1, 4000, (400, 2)).tolist()
     sizes += generator.integers(1, 40, (50, 2)).tolist()
-    sizes += [[14 * 900, 28], [30, 9000], [896, 896]]
+    sizes += [[14 * 900, 28], [30, 9000], [896, 896], [3, 9000], [7168, 7168], [7169, 13]]
     process = subprocess.run(
         [
             sys.executable,
             "-m",
-            "tests.support.kimi_k25_sizes",
+            "tests.support.navit_sizes",
             json.dumps(sizes),
-            str(LONGEST_SIDE),
+            *map(str, limits),
         ],
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         capture_output=True,
@@ -49,7 +61,7 @@ def test_sizes_are_those_of_kimi_k25() -> None:
     )
     assert process.returncode == 0, process.stderr[-3000:]
     padded = json.loads(process.stdout.splitlines()[-1])
-    found = [RULE.num_tokens(ImageSize(*size), None) for size in sizes]
+    found = [rule.num_tokens(ImageSize(*size), None) for size in sizes]
     assert found == [width * height // 28**2 for width, height in padded]
     num_shrunk = sum(size[0] > after[0] for size, after in zip(sizes, padded, strict=True))
     assert num_shrunk > 50, "hardly any picture is too large for the rule"
@@ -102,7 +114,7 @@ def test_a_large_image_is_shrunk_by_pillow() -> None:
 
 def test_a_side_that_is_too_long_is_shrunk() -> None:
     long = ImageSize(14 * 900, 28)
-    assert RULE.num_tokens(long, None) <= LONGEST_SIDE // 2
+    assert RULE.num_tokens(long, None) <= KIMI_VL_SIDE // 2
 
 
 def test_the_directory_says_whose_patches_they_are(tmp_path: Path) -> None:
@@ -110,10 +122,13 @@ def test_the_directory_says_whose_patches_they_are(tmp_path: Path) -> None:
     path = tmp_path / "preprocessor_config.json"
     plain = {k: v for k, v in KIMI_VL_PROCESSOR.items() if k != "image_processor_type"}
     path.write_text(json.dumps(plain))
-    assert read_settings(tmp_path) == plain
+    assert read_settings(tmp_path) == read_kimi_vl(KIMI_VL_PROCESSOR)
     processor = ImageProcessor(tmp_path)
     assert (processor.most_tokens, processor.least_tokens) == (1024, 1)
     assert (processor.patches_per_token, processor.pixels_per_token) == (4, 784)
+    path.write_text(json.dumps(KIMI_K25_PROCESSOR))
+    assert read_settings(tmp_path) == read_kimi_k25(K25)
+    assert ImageProcessor(tmp_path).most_tokens == 4096
     path.write_text(json.dumps({"image_processor_type": "Qwen2VLImageProcessor"}))
     assert read_settings(tmp_path) is None
 
@@ -127,4 +142,19 @@ def test_the_directory_says_whose_patches_they_are(tmp_path: Path) -> None:
 )
 def test_unsupported_settings_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        KimiVlPatches({**KIMI_VL_PROCESSOR, **change})
+        read_kimi_vl({**KIMI_VL_PROCESSOR, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fixed_output_tokens": 64}, "fixed_output_tokens=64"),
+        ({"patch_limit_on_one_side": 1024}, "patch_limit_on_one_side=1024"),
+        ({"merge_kernel_size": [2, 1]}, r"merge_kernel_size=\[2, 1\]"),
+    ],
+)
+def test_unsupported_settings_of_kimi_k25_are_refused(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_kimi_k25({**K25, **change})

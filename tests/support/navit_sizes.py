@@ -1,6 +1,7 @@
 """Sizes of padded pictures by transformers' rule of Kimi-K2.5, whose module needs torchvision.
 
-Arguments: JSON of [[width, height], ...] and the most patches of a side. Prints JSON of the same.
+Arguments: JSON of [[width, height], ...], the most patches of an image and of a side. Prints JSON
+of the padded sizes.
 """
 
 import json
@@ -13,7 +14,8 @@ if __name__ == "__main__":
     from transformers.models.kimi_k25.image_processing_kimi_k25 import navit_resize
 
     padded = []
+    most_patches, longest_side = map(int, sys.argv[2:])
     for width, height in json.loads(sys.argv[1]):
-        _, (rows, columns) = navit_resize(height, width, 14, 2, 4096, int(sys.argv[2]))
+        _, (rows, columns) = navit_resize(height, width, 14, 2, most_patches, longest_side)
         padded.append([columns, rows])
     print(json.dumps(padded))

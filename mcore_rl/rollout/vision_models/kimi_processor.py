@@ -1,15 +1,16 @@
-"""Makes the patches of chats that an engine of Kimi-VL gets: the same as those of the trainer.
+"""Makes the patches of chats that an engine of Kimi-VL or Kimi-K2.5 gets: those of the trainer.
 
 "<|media_pad|>What?" and one image --> ids with a placeholder for each token of the image, pixels
-[P, 3, 14, 14], grids [1, 2] (height, width)
+[P, 3, 14, 14], grids [1, 2] (height, width) or [1, 3] (frames, height, width)
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from mcore_rl.data.images.encoded import expand_placeholders
 from mcore_rl.data.images.processor import PatchRule, open_rule
@@ -26,21 +27,21 @@ class KimiVlProcessor:
         self.chat_template = tokenizer.chat_template
         self._rule = rule
 
-    @staticmethod
+    @classmethod
     def from_pretrained(
-        folder: str, trust_remote_code: bool = False, revision: str | None = None, **_: Any
-    ) -> "KimiVlProcessor":
+        cls, folder: str, trust_remote_code: bool = False, revision: str | None = None, **_: Any
+    ) -> Self:
         """Raises ValueError if the directory has no image processor that can be opened."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, revision=revision
         )
-        return KimiVlProcessor(tokenizer, open_rule(Path(folder)))
+        return cls(tokenizer, open_rule(Path(folder)))
 
     def __call__(
         self, text: Sequence[str], images: Sequence[Image.Image] = (), **_: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Return ids [1, T], pixels and grids of one chat and all its images.
 
         Raises ValueError if the text has another number of placeholders.
@@ -55,5 +56,13 @@ class KimiVlProcessor:
         found = {"input_ids": torch.tensor([expand_placeholders(ids, placeholder_id, counts)])}
         if made:
             found["pixel_values"] = shape_as_images(torch.cat([each.pixels_PD for each in made]))
-            found["image_grid_hws"] = torch.tensor([each.grid[1:] for each in made])
+            found |= self._name_grids(torch.tensor([each.grid for each in made]))
         return found
+
+    def _name_grids(self, grids_I3: Tensor) -> dict[str, Tensor]:
+        return {"image_grid_hws": grids_I3[:, 1:]}
+
+
+class KimiK25Processor(KimiVlProcessor):
+    def _name_grids(self, grids_I3: Tensor) -> dict[str, Tensor]:
+        return {"image_grid_thw": grids_I3}
