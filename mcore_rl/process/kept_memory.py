@@ -9,6 +9,7 @@ is left in /dev/shm. Where a command starts its process again (process/relaunch.
 holds the memory, too, and the next process finds it.
 """
 
+import errno
 import mmap
 import os
 
@@ -18,6 +19,8 @@ HEADER_BYTES = 4096
 """The beginning of a piece, which says what is in it; zeros: nothing."""
 NUM_COPIES = 2
 """Copies of a rank's state: one is whole while the other one is written."""
+_PIECE = "mcore_rl_"
+"""How the system calls a piece, before its name."""
 _PREFIX = "kept "
 """How the command that starts its process again calls a piece, before its name."""
 
@@ -48,7 +51,7 @@ class KeptMemory:
         if found is not None and os.fstat(found).st_size == num_bytes:
             return _path_of(found)
         self.release(name)
-        descriptor = os.memfd_create(f"mcore_rl_{name}")
+        descriptor = os.memfd_create(f"{_PIECE}{name}")
         os.ftruncate(descriptor, num_bytes)
         self._descriptors[name] = descriptor
         relaunch.hold(f"{_PREFIX}{name}", descriptor)
@@ -74,10 +77,11 @@ def _path_of(descriptor: int) -> str:
 def map_kept(path: str) -> mmap.mmap:
     """Map the whole of a piece, to read and to write.
 
-    Raises ValueError with the path if its holder is gone, or belongs to another user or machine.
+    Raises ValueError with the path if its holder is gone or has given the piece up, or belongs to
+    another user or machine.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = _open_piece(path)
     except OSError as error:
         raise ValueError(
             f"{path}: the memory of a rank's state cannot be opened ({error.strerror}): its holder"
@@ -87,3 +91,10 @@ def map_kept(path: str) -> mmap.mmap:
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
     finally:
         os.close(descriptor)
+
+
+def _open_piece(path: str) -> int:
+    """Return a descriptor of a piece. Raises OSError if there is none, or another file by now."""
+    if not os.readlink(path).startswith(f"/memfd:{_PIECE}"):
+        raise OSError(errno.ENOENT, "it was given up")
+    return os.open(path, os.O_RDWR)
