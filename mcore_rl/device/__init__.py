@@ -31,6 +31,8 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 """Part of a GPU's name -> dense bfloat16 operations per second, from NVIDIA's data sheets."""
+_PINNED: list[torch.Tensor] = []
+"""Memory that `pin_in_place` has pinned."""
 HOST_RNG = "torch"
 GPU_RNG = "cuda"
 
@@ -156,11 +158,21 @@ def host_memory(num_bytes: int) -> torch.Tensor:
 def pin_in_place(memory_B: torch.Tensor) -> None:
     """Pin host memory that torch did not allocate, on CUDA: copies are then asynchronous and fast.
 
-    It stays pinned until this process ends. Where the system refuses, copies are slower.
+    It stays pinned until `unpin_all`, and must not be unmapped before. Where the system refuses,
+    copies are slower.
     """
     if has_cuda():
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.nbytes, 0)
+        _PINNED.append(memory_B)
+
+
+def unpin_all() -> None:
+    """Unpin what `pin_in_place` has pinned; no copy may be under way."""
+    runtime: Any = torch.cuda.cudart() if _PINNED else None
+    while _PINNED:
+        memory_B = _PINNED.pop()  # mapped until it is unpinned
+        runtime.cudaHostUnregister(memory_B.data_ptr())
 
 
 def on_device(value: torch.Tensor) -> torch.Tensor:

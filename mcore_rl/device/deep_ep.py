@@ -33,3 +33,13 @@ def find_deep_ep_fault() -> str:
     if "deep_ep" in _faults:
         return _faults["deep_ep"]
     return "" if sys.modules.get("deep_ep") is not None else MISSING
+
+
+def holds_peers() -> bool:
+    """Return whether DeepEP maps memory of other ranks, which it gives up only together with them.
+
+    Its buffers lie in a module of megatron-core.
+    """
+    module = sys.modules.get("megatron.core.transformer.moe.fused_a2a")
+    buffers = (getattr(module, name, None) for name in ("_buffer", "_hybrid_ep_buffer"))
+    return any(buffer is not None for buffer in buffers)

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_c
 
 from mcore_rl.config import ParallelConfig
 from mcore_rl.device import default_generators, dist_backend, set_local_device
+from mcore_rl.device.communicators import CONNECTIONS
 from mcore_rl.device.setup import keep_torch_pickles, setup_device
 from mcore_rl.process.network import is_loopback, make_meeting_store, stay_on_loopback
 from mcore_rl.types import RankCoordinate
@@ -115,16 +116,17 @@ def init_distributed(
         )
     setup_device(parallel.tp)
     set_local_device(rank, gpu_ids)
-    if not dist.is_initialized():
-        if is_loopback(master_addr):
-            stay_on_loopback()
-        timeout = timedelta(seconds=timeout_s)
-        store = make_meeting_store(master_addr, master_port, rank, world_size, timeout)
-        dist.init_process_group(
-            dist_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
-    _make_groups(parallel, timeout_s)
+    with CONNECTIONS.note():
+        if not dist.is_initialized():
+            if is_loopback(master_addr):
+                stay_on_loopback()
+            timeout = timedelta(seconds=timeout_s)
+            store = make_meeting_store(master_addr, master_port, rank, world_size, timeout)
+            dist.init_process_group(
+                dist_backend(), store=store, rank=rank, world_size=world_size, timeout=timeout
+            )
+        assert dist.get_world_size() == world_size, (dist.get_world_size(), world_size)
+        _make_groups(parallel, timeout_s)
     seed_generators(default_generators(), seed + 100 * ps.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # a GPU's generator and the tracker
     return rank_coordinate()
@@ -142,6 +144,11 @@ def _make_groups(parallel: ParallelConfig, timeout_s: float) -> None:
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]
     )
+
+
+def leave_groups() -> None:
+    """Have megatron-core forget its groups; torch's are left to device.communicators."""
+    ps.destroy_model_parallel()
 
 
 def is_true_anywhere(flag: bool) -> bool:
