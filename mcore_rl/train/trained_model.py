@@ -282,6 +282,11 @@ class TrainedModel:
             self._checkpointer.failures = []
         return failed
 
+    def close(self, timeout_s: float) -> None:
+        """Give the model up, once this rank's part of a save is written; TimeoutError if late."""
+        self._checkpointer.wait_written(timeout_s)
+        self._turns.close()
+
     def finish_save(self, timeout_s: float = 600.0) -> None:
         """Wait for a save in progress, if there is one."""
         self._checkpointer.finish(timeout_s)
@@ -351,15 +356,8 @@ class TrainedModel:
     def _export(self, out_dir: Path) -> None:
         shards, tensors = self.weight_layout()
         readable = {name: self._memory.readable(tensor) for name, tensor in tensors.items()}
-        export_hf(
-            shards,
-            readable,
-            self.hf_config,
-            self._dtype,
-            out_dir,
-            self._hf_path,
-            storage=self._checkpointer.storage,
-        )
+        facts = self.hf_config, self._dtype, out_dir, self._hf_path
+        export_hf(shards, readable, *facts, storage=self._checkpointer.storage)
 
     def _optimizer_step(
         self,

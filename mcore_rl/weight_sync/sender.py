@@ -156,6 +156,11 @@ class WeightSender:
         if executor is not None:
             executor.close()
 
+    def close(self) -> None:
+        """Drop all links, so that engines that wait for this rank fail at once."""
+        for engine in {*self._handshakes, *self._executors}:
+            self.disconnect(engine)
+
     def send(self, version: int, engines: Sequence[str], timeout_s: float) -> dict[str, Report]:
         """Send the current parameters as `version` to all `engines`; return engine -> report.
 

@@ -128,6 +128,16 @@ class ModelWorker:
         """Return the subclass of TrainedModel that each rank has a share of."""
         raise NotImplementedError
 
+    def close(self, timeout_s: float) -> None:
+        """End what this rank has under way beside its calls, so that the process may go on.
+
+        Raises TimeoutError if a checkpoint is still being written after `timeout_s`.
+        """
+        from mcore_rl.train.runtime import leave_groups
+
+        self._model.close(timeout_s)
+        leave_groups()
+
     def connect_stores(self, stores: SampleStores) -> None:
         self._stores = stores
 
@@ -229,6 +239,12 @@ class TrainerWorker(ModelWorker):
         from mcore_rl.train.actor import Actor
 
         return Actor
+
+    def close(self, timeout_s: float) -> None:
+        """End the same, and the links to engines."""
+        if self._sender is not None:
+            self._sender.close()
+        super().close(timeout_s)
 
     def compute_logprobs(
         self, share: Share, options: LogprobOptions, adapter: str = ""

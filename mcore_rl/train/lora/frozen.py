@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -83,6 +84,7 @@ class FrozenWeights:
         index, num_bytes = _lay_out(tensors)
         encoded = json.dumps(index).encode()
         self.path = self._memory.reserve("frozen_weights", num_bytes)
+        finalize(self, self._memory.close)
         self.own_bytes = num_bytes
         bytes_B = _map(self.path)
         start = _INDEX_BYTES + len(encoded)

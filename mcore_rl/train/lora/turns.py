@@ -110,6 +110,17 @@ class Turns:
         finally:
             self._put_in(self.chosen)
 
+    def close(self) -> None:
+        """Empty the model, so that all of it can be freed; nothing may be called afterwards.
+
+        Layers hold graphs of their last forward pass, and these hold DDP's hooks, and with them the
+        layers: a ring through C++ that Python's collector does not see.
+        """
+        for learner in self.learners.values():
+            for chunk in learner.chunks:
+                for module in list(chunk.modules()):
+                    vars(module).clear()
+
     def _put_in(self, learner: Learner) -> None:
         if learner.adapter is not None:
             learner.adapter.put_in()
