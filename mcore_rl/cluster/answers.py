@@ -95,7 +95,11 @@ class RankHungError(RankLostError):
 
 
 class RankStoppedError(RankHungError):
-    """The processes of ranks are stopped (SIGSTOP)."""
+    """The processes of the ranks with the numbers `ranks` are stopped (SIGSTOP)."""
+
+    def __init__(self, message: str, ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class RankDiedError(RankLostError):
@@ -206,7 +210,8 @@ class Answers:
             return
         late = [rank for rank in self._pending.values() if rank.pid is not None]
         if lines := self._stopped.look(late):
-            raise RankStoppedError("\n".join(f"{line} during {self._method}" for line in lines))
+            text = "\n".join(f"{line} during {self._method}" for line in lines.values())
+            raise RankStoppedError(text, list(lines))
 
     def _seconds_left(self) -> float:
         return 0.0 if self._died else self._until - time.monotonic()
@@ -274,8 +279,11 @@ class StoppedRanks:
     def is_due(self) -> bool:
         return time.monotonic() >= self._looked_s + self.interval_s
 
-    def look(self, ranks: Sequence[Rank]) -> list[str]:
-        """Look at the processes of `ranks`; return a line for each that was stopped for long."""
+    def look(self, ranks: Sequence[Rank]) -> dict[int, str]:
+        """Look at the processes of `ranks`; return a line for each that was stopped for long.
+
+        By the number of the rank.
+        """
         self._looked_s = now = time.monotonic()
         states = find_states([(rank.pid, rank.node_id) for rank in ranks])
         stopped = {
@@ -284,11 +292,11 @@ class StoppedRanks:
             if state == STOPPED
         }
         self._since_s = {k: self._since_s.get(k, now) for k in stopped}
-        return [
-            f"{rank} {state} for {now - self._since_s[k]:.0f} s"
+        return {
+            k: f"{rank} {state} for {now - self._since_s[k]:.0f} s"
             for k, (rank, state) in stopped.items()
             if now - self._since_s[k] >= self._stopped_s
-        ]
+        }
 
 
 _OUT_OF_MEMORY = "killed by Ray: the machine is out of memory"

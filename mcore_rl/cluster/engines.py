@@ -100,8 +100,9 @@ class EngineGroup:
         self._nodes_per_engine = [len(engine_slots) for engine_slots in slots]
         self._has_gpus = any(slot.bundle.get("GPU") for of_engine in slots for slot in of_engine)
         self._restarts = [RestartCounts(0, 0)] * len(slots)
+        by_rank = dict(enumerate(living))
         self._group = IndependentRanks(
-            role, list(chain(*slots)), log_dir, start=start, living=living
+            role, list(chain(*slots)), log_dir, start=start, living=by_rank
         )
         self._call_timeout_s = call_timeout_s
         self._building: Answers | None = None

@@ -8,6 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import ray
@@ -32,6 +33,8 @@ from mcore_rl.process.signals import TerminatedError, hold_signals
 BULK = "bulk"
 """Ray's concurrency group for calls that move much data, so that other calls need not wait."""
 BULK_THREADS = 8
+ABORT = "abort"
+"""Ray's concurrency group for RankActor.abort, which runs beside a call."""
 T = TypeVar("T")
 WATCH_INTERVAL_S = 1.0
 LIVING_S = 60.0
@@ -49,6 +52,7 @@ class ActorPlan:
     name         Ray titles the process after it: `ps` shows ray::trainer_rank0
     threads_set  the number of threads that the user has set, which applies to every process
     folder       the controller's working folder
+    stays        a thread beside that of its calls can end these, so that the process goes on
     returns      if the process dies, Ray restarts it without its worker; the handle stays valid
     """
 
@@ -60,6 +64,7 @@ class ActorPlan:
     threads_set: str | None
     folder: str
     returns: bool = False
+    stays: bool = False
 
     @staticmethod
     def make(
@@ -68,6 +73,7 @@ class ActorPlan:
         runtime_env: Mapping[str, Any] | None,
         threads: int,
         returns: bool = False,
+        stays: bool = False,
     ) -> "ActorPlan":
         return ActorPlan(
             name=f"{rank.role}_rank{rank.index}",
@@ -78,6 +84,7 @@ class ActorPlan:
             threads_set=os.environ.get(THREADS),
             folder=os.getcwd(),
             returns=returns,
+            stays=stays,
         )
 
 
@@ -98,8 +105,10 @@ def start_actor(plan: ActorPlan) -> Any:
     if plan.runtime_env is not None:
         options["runtime_env"] = dict(plan.runtime_env)
     make_remote: Any = ray.remote
-    if plan.threads > 1:
-        make_remote = make_remote(concurrency_groups={BULK: BULK_THREADS})
+    beside = {BULK: BULK_THREADS} if plan.threads > 1 else {}
+    beside |= {ABORT: 1} if plan.stays else {}
+    if beside:
+        make_remote = make_remote(concurrency_groups=beside)
     cores = (slot.sharers, plan.threads_set) if slot.sharers else None
     return make_remote(actor_cls).options(**options).remote(plan.log_path, cores, plan.folder)
 
@@ -112,6 +121,9 @@ class RankGroup:
     waits until a call is on its way to all ranks: those that have it would wait for the others.
     """
 
+    stays = False
+    """Whether processes that live may go on after a failure; see staying_ranks.py."""
+
     def __init__(
         self,
         role: str,
@@ -122,14 +134,14 @@ class RankGroup:
         returns: bool = False,
         stopped_s: float | None = None,
         start: StartActor = start_actor,
-        living: Sequence[Any] = (),
+        living: Mapping[int, Any] = MappingProxyType({}),
     ) -> None:
         """Start the processes, without waiting for them, unless they are `living`.
 
         Rank k logs to <log_dir>/<role>_rank<k>.log. `runtime_envs` has Ray's runtime environments
         by rank. Each rank answers up to `threads` calls at once. `returns`: Ray restarts a process
         that died. `stopped_s`: how long a process may be stopped within a call; None: until its
-        deadline. `living`: actors that an earlier controller has left.
+        deadline. `living`: by rank, actors that are there already.
         """
         self._stopped_s = stopped_s
         self._start = start
@@ -140,9 +152,15 @@ class RankGroup:
             Rank(role, k, log_dir / f"{role}_rank{k}.log", node=names.get(slot.node, ""))
             for k, slot in enumerate(slots)
         ]
-        self._actors = list(living) or [
-            start(ActorPlan.make(rank, slot, envs.get(rank.index), threads, returns))
+        starts = {
+            rank.index: ActorPlan.make(
+                rank, slot, envs.get(rank.index), threads, returns, self.stays
+            )
             for rank, slot in zip(self.ranks, slots, strict=True)
+            if rank.index not in living
+        }
+        self._actors = [
+            start(starts[k]) if k in starts else living[k] for k in range(len(self.ranks))
         ]
         self.ranks = [
             rank.name_process(slot.node, actor.pid.remote())

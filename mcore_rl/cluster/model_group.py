@@ -15,10 +15,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from mcore_rl.cluster.answers import Answers, RankError, RankLostError
-from mcore_rl.cluster.group import LIVING_S, RankGroup, StartActor, start_actor
+from mcore_rl.cluster.group import LIVING_S, StartActor, start_actor
 from mcore_rl.cluster.placement import NoRoomError, Seat, find_places, wait_for_room
 from mcore_rl.cluster.shared_folder import CarriedStorage, RunFiles
 from mcore_rl.cluster.state_keepers import NoMemoryError, StateKeepers, find_earlier
+from mcore_rl.cluster.staying_ranks import StayingRanks
 from mcore_rl.cluster.takeover import EarlierRanks, NewRanks, take_over
 from mcore_rl.config import ParallelConfig
 from mcore_rl.config.deadlines import answer_s
@@ -76,8 +77,8 @@ class ModelGroup:
         """Those of the recipe's layout, and those of the ranks that go on."""
         self._places: Sequence[int] = range(len(slots))
         """Which of the recipe's slots are those of the ranks that go on."""
-        self._start: Callable[..., RankGroup] = partial(
-            RankGroup,
+        self._start: Callable[..., StayingRanks] = partial(
+            StayingRanks,
             self.role,
             log_dir=log_dir,
             runtime_envs=runtime_envs,
@@ -86,7 +87,7 @@ class ModelGroup:
         )
         self.goes_on = bool(living)
         """Whether the ranks are those of an earlier controller, with the weights that they had."""
-        self._group = self._start(slots, living=living)
+        self._group = self._start(slots, living=dict(enumerate(living)))
         self._whole: _Build | None = None
         """How the ranks of the recipe's layout are built."""
         self._build: _Build | None = None
@@ -213,18 +214,20 @@ class ModelGroup:
         self._listeners.append(listener)
 
     def restart(self) -> None:
-        """Replace all processes, as some are lost, and build the model as at the start.
+        """Replace lost processes, and build the model on all ranks as at the start.
 
         The new ranks know the kept memory of those before them. If a node is lost and no other one
-        has room, they are fewer, as far as `let_shrink` allows. Raises RankError as a start does,
-        and NoRoomError if there are too few ranks.
+        has room, they are fewer, as far as `let_shrink` allows, and all get new processes. Raises
+        RankError as a start does, and NoRoomError if there are too few ranks.
         """
-        self._group.kill()
+        living = self._group.keep_living()
         try:
             wait_for_room(self._slots)
         except NoRoomError as no_room:
+            self._group.kill()
+            living = {}
             self._fit_lost(no_room)
-        self._replace()
+        self._replace(living)
 
     def find_larger(self) -> int:
         """Return the data-parallel size that `grow` would give: the present one without room.
@@ -245,7 +248,7 @@ class ModelGroup:
             return
         self._group.kill()
         self._change_to(layout)
-        self._replace()
+        self._replace({})
 
     def _choose_larger(self) -> PlacedLayout | None:
         """Return the largest layout that has room; None if it is not larger than that of now."""
@@ -290,11 +293,11 @@ class ModelGroup:
         for listener in self._listeners:
             listener(layout.parallel)
 
-    def _replace(self) -> None:
-        """Start the processes anew, and build the model; the ranks then know the kept states."""
+    def _replace(self, living: Mapping[int, Any]) -> None:
+        """Start all processes but the living, and build the model; ranks then know kept states."""
         assert self._build is not None, "start_build comes first"
         self.goes_on = False
-        self._group = self._start(self._slots)
+        self._group = self._start(self._slots, living=living)
         self._start_build(self._build)
         self.wait_built()
         if self._stores is not None:

@@ -82,6 +82,8 @@ class RankActor:
         address = ray.get_runtime_context().gcs_address
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
         self._worker: Any = None
+        self._has_failed = False
+        """Whether this process raised an error that may be of its device."""
 
     def build(
         self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object
@@ -97,6 +99,30 @@ class RankActor:
         if self._worker is None:
             return NotBuilt()
         return self._answer(deadline_s, getattr(self._worker, method), *args, **kwargs)
+
+    def abort(self) -> None:
+        """End what a call waits for in collectives; meant for a thread beside that of the calls.
+
+        The call then raises, and `clear` gets its turn.
+        """
+        if "torch" in sys.modules:
+            _import_communicators().abort_communicators()
+
+    def clear(self, deadline_s: float) -> bool:
+        """Drop the worker, and return whether another one may be built in this process.
+
+        Its device and its memory are then as in a new process. None may be built where one was not
+        built to its end. `deadline_s` bounds the wait for what is under way beside calls.
+        """
+        if self._has_failed or self._worker is None:
+            return False
+        self._worker.close(deadline_s)
+        self._worker = None
+        if "torch" not in sys.modules:
+            return True
+        communicators = _import_communicators()
+        communicators.destroy_communicators()
+        return communicators.can_meet_again()
 
     def pid(self) -> int:
         return os.getpid()
@@ -153,6 +179,8 @@ class RankActor:
             if is_disk_full(error):
                 error = name_full_disk(error)
             summary, *causes = [summarize_error(each) for each in iter_chain(error)]
+            if "torch" in sys.modules:
+                self._has_failed |= _may_be_of_device([summary, *causes])
             return Raised(summary, shorten_traceback(error), tuple(causes))
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -165,6 +193,20 @@ def node_address() -> str:
     """
     has_other_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
     return ray.util.get_node_ip_address() if has_other_nodes else "127.0.0.1"
+
+
+def _import_communicators() -> Any:
+    """Return the module; only processes that have torch import it."""
+    from mcore_rl.device import communicators
+
+    return communicators
+
+
+def _may_be_of_device(errors: Sequence[str]) -> bool:
+    """Return whether errors, which one process raised, may be of its GPU."""
+    from mcore_rl.device.failures import Failure, find_failure
+
+    return find_failure(errors) in (Failure.HARDWARE, Failure.DOUBTFUL)
 
 
 def redirect_output(path: Path) -> None:

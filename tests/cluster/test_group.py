@@ -13,23 +13,16 @@ from types import SimpleNamespace
 import pytest
 from ray.util.placement_group import remove_placement_group
 
-from mcore_rl.cluster.answers import RankDiedError
 from mcore_rl.cluster.group import RankError, RankGroup, guard
-from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.config import (
     ClusterConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
 )
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.log_files import find_segments, rotate_logs
 from mcore_rl.process.signals import TerminatedError
-from mcore_rl.workers.model_worker import ModelSpec
-from tests.support.cluster_workers import BuiltWorker, Worker
+from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
 
 pytestmark = pytest.mark.e2e
@@ -132,39 +125,6 @@ def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: s
     assert capfd.readouterr() == ("", "")
     if how == "segfault":
         assert "in die" in group.ranks[2].log_path.read_text()
-
-
-def test_lost_ranks_are_replaced_and_built_anew(tmp_path: Path) -> None:
-    """A death of one is told; the others are ended, too, and new ones join in the same slots."""
-
-    class Group(TrainerGroup):
-        worker_cls = BuiltWorker  # pyright: ignore[reportAssignmentType]
-
-    [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
-    group = Group(slots, tmp_path / "logs", call_timeout_s=60)
-    spec = ModelSpec(
-        ModelConfig(), ParallelConfig(dp=2), TrainConfig(), OptimizerConfig(), 1, 0, None, 60.0
-    )
-    try:
-        group.start_build(spec, timeout_s=60)
-        group.wait_built()
-        before = group._group.pids()
-        assert group.find_loss(wait_s=5.0) is None
-        os.kill(before[1], signal.SIGKILL)
-        loss = group.find_loss(wait_s=10.0)
-        assert isinstance(loss, RankDiedError) and loss.ranks == (1,)
-        with pytest.raises(RankError, match="after the ranks were stopped"):
-            asyncio.run(group._call_async("tell"))
-        assert group.find_loss(wait_s=0.0) is loss, "what comes later does not hide it"
-        group.restart()
-        after = group._group.pids()
-        assert not set(before) & set(after) and wait_until_gone(before) == []
-        assert group.find_loss(wait_s=5.0) is None
-        told = group._group.call_all("tell", deadline_s=30)
-        assert [rank for rank, _ in told] == [0, 1] and len({port for _, port in told}) == 1
-    finally:
-        group._group.kill()
-        remove_placement_group(slots[0].group)
 
 
 def test_a_deadline_names_the_late_ranks_and_leaves_their_stacks(make_group) -> None:

@@ -95,7 +95,8 @@ def test_the_next_controller_gets_what_the_one_before_held_and_ends_the_rest(
         held.keep_only(living.list_actors())
         wait_until_gone(second)
         slots = living.slots.trainer[:1]
-        group = RankGroup("trainer", slots, tmp_path, living=living.actors["trainer"])
+        actors = dict(enumerate(living.actors["trainer"]))
+        group = RankGroup("trainer", slots, tmp_path, living=actors)
         assert group.pids() == [first]
     wait_until_gone(first)
 

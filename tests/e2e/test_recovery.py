@@ -59,6 +59,12 @@ def find_recoveries(run: Run) -> list[tuple[int, float]]:
     return [(int(step), float(seconds)) for step, seconds in told]
 
 
+def count_processes(run: Run) -> list[int]:
+    """Return how many processes each of two trainer ranks has had."""
+    logs = [run.run_dir / "logs" / f"trainer_rank{rank}.log" for rank in (0, 1)]
+    return [len(re.findall(r"^process \d+ on ", log.read_text(), re.MULTILINE)) for log in logs]
+
+
 def numbers(run: Run | SubmittedRun) -> list[dict[str, float]]:
     """Return what must not depend on a recovery: losses, gradients, rewards, lengths."""
     return [
@@ -103,7 +109,8 @@ IN_EACH_PHASE = [
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_replaced(start: Start, tmp_path: Path) -> None:
-    compare(start, tmp_path, [("trainer_rank1", "train", 2, KILL)], num_steps=3)
+    disturbed = compare(start, tmp_path, [("trainer_rank1", "train", 2, KILL)], num_steps=3)
+    assert count_processes(disturbed) == [1, 2], "the other one keeps its process"
 
 
 @pytest.mark.slow
@@ -113,6 +120,7 @@ def test_ranks_that_die_or_hang_in_any_phase_are_replaced(start: Start, tmp_path
         r"replacing the ranks of trainer: .* during ([a-z_ ]+)", disturbed.tail(10**6)
     )
     assert noticed[0] == "a health check", "engines sampled meanwhile"
+    assert count_processes(disturbed) == [3, 4], "only those that were lost are replaced"
 
 
 @pytest.mark.slow

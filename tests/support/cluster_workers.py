@@ -105,5 +105,13 @@ class BuiltWorker(Worker):
         super().__init__(rank)
         self.port = port
 
+    def close(self, timeout_s: float) -> None:
+        """End what is under way beside calls, as a rank of a model does."""
+
+    def break_gpu(self, on: int) -> None:
+        if self.rank == on:
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+        raise RuntimeError("Connection closed by peer")
+
     def tell(self) -> tuple[int, int]:
         return self.rank, self.port
