@@ -297,6 +297,9 @@ class ModelGroup:
         """Start all processes but the living, and build the model; ranks then know kept states."""
         assert self._build is not None, "start_build comes first"
         self.goes_on = False
+        new = [rank for rank in range(len(self._slots)) if rank not in living]
+        told = "%s: ranks %s go on in their processes, ranks %s get new ones"
+        _log.warning(told, self.role, list(living), new)
         self._group = self._start(self._slots, living=living)
         self._start_build(self._build)
         self.wait_built()

@@ -54,10 +54,6 @@ class StayingRanks(RankGroup):
         }
         replaced = [k for k in range(len(self.ranks)) if k not in staying]
         self._kill_ranks(replaced)
-        _log.warning(
-            "%s: ranks %s go on in their processes, ranks %s get new ones",
-            *(self.role, list(staying), replaced),
-        )
         return staying
 
     def _has_left(self, rank: int, left: Any) -> bool:

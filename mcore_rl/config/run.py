@@ -16,7 +16,7 @@ class RecoveryConfig(Options, group="run.recovery"):
 
     partner: Literal["memory", "none"] = "memory"
     """memory: after each step, ranks copy their state to host memory that outlives them; if a rank
-    dies or hangs, all ranks of its model are replaced and go on from there, and so does another
+    dies or hangs, it is replaced, and all ranks of its model go on from there, and so does another
     controller if it is lost. none: the run ends, and the same command continues from the newest
     checkpoint."""
     restarts: int | None = bounded(None, ge=0)

@@ -1,6 +1,7 @@
 """A rank that gives its model up leaves nothing in its process, where another one is built."""
 
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from mcore_rl.workers.model_worker import ModelSpec, TrainerWorker
 from tests.support.distributed import run_ranks
 from tests.support.tiny_training import NUM_TOKENS, my_batches, token_loss, write_hf_model
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 NUM_ROUNDS = 5
 GROWTH_BYTES = 24 << 20
 """More than the allocator keeps, and less than three models with their optimizers."""
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
-KINDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+KINDS = [
     ({"dp": 2, "ep": 2}, OVERLAPPED),
-    ({"tp": 2, "ep": 2}, {"recompute": "full", "share_prefixes": True}),
-    ({"pp": 2, "vpp": 2}, {}),
-    ({"dp": 2, "ep": 2}, {"lora": LoraConfig(rank=4)}),
+    slow({"tp": 2, "ep": 2}, {"recompute": "full", "share_prefixes": True}),
+    slow({"pp": 2, "vpp": 2}, {}),
+    slow({"dp": 2, "ep": 2}, {"lora": LoraConfig(rank=4)}),
 ]
 Held = tuple[int, int, int]
 """Descriptors, threads, and resident bytes of a process."""
@@ -60,7 +62,6 @@ def build_again(
     return rounds
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "options"), KINDS)
 def test_nothing_is_left_of_a_model_that_was_given_up(
     tmp_path: Path, layout: dict[str, Any], options: dict[str, Any]
