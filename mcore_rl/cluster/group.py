@@ -110,7 +110,8 @@ def start_actor(plan: ActorPlan) -> Any:
     if beside:
         make_remote = make_remote(concurrency_groups=beside)
     cores = (slot.sharers, plan.threads_set) if slot.sharers else None
-    return make_remote(actor_cls).options(**options).remote(plan.log_path, cores, plan.folder)
+    arguments = plan.log_path, cores, plan.folder, plan.stays
+    return make_remote(actor_cls).options(**options).remote(*arguments)
 
 
 class RankGroup:

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import sysconfig
@@ -61,13 +62,23 @@ class RankActor:
     before the worker's module is imported.
     """
 
+    _has_failed = False
+    """Whether this process raised an error that may be of its device."""
+
     def __init__(
-        self, log_path: str, cores: tuple[int, str | None] | None = None, folder: str = ""
+        self,
+        log_path: str,
+        cores: tuple[int, str | None] | None = None,
+        folder: str = "",
+        stays: bool = False,
     ) -> None:
         """Redirect the output to `log_path`; take_cores(*cores) where `cores` is given.
 
         `folder`: the controller's working folder, whose modules the user's code may import.
+        `stays`: calls run beside the main thread, where `abort` may end them.
         """
+        if stays:  # Ray would end the main thread, and wait for the call.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_programs_be()
         if folder:
             put_last(folder)
@@ -82,8 +93,6 @@ class RankActor:
         address = ray.get_runtime_context().gcs_address
         print(f"process {os.getpid()} on {socket.gethostname()}, Ray at {address}")
         self._worker: Any = None
-        self._has_failed = False
-        """Whether this process raised an error that may be of its device."""
 
     def build(
         self, deadline_s: float, worker_cls: type, *args: object, **kwargs: object

@@ -65,8 +65,8 @@ def can_meet_again() -> bool:
 def _abort_nccl() -> None:
     """Abort NCCL's communicators together: one after another, aborts may wait for each other.
 
-    As torch's _abort_process_group does (pytorch issue 119797), but the groups stay known to torch:
-    another thread may be using them.
+    As torch's _abort_process_group does, but the groups stay known to torch: another thread may be
+    using them.
     """
     if not has_cuda() or not dist.is_initialized():
         return

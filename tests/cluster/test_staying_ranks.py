@@ -6,6 +6,7 @@ tests/scenarios/train/test_staying_ranks.py has ranks of Megatron, in collective
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_a_rank_that_does_not_get_out_of_its_call_is_replaced(
     assert 2.0 <= time.monotonic() - began_s < 30
     assert not set(before) & set(group.pids())
     assert wait_until_gone(before) == []
+    check_built(group)
+
+
+def test_a_rank_that_is_ended_within_a_call_ends_at_once(group: Group) -> None:
+    before = group.pids()
+    threading.Timer(0.5, os.kill, (before[1], signal.SIGTERM)).start()
+    began_s = time.monotonic()
+    with pytest.raises(RankDiedError):
+        group._group.call_all("sleep", 1, deadline_s=60)
+    assert time.monotonic() - began_s < 10
+    group.restart()
+    assert group.pids()[0] == before[0]
     check_built(group)
 
 

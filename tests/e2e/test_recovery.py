@@ -17,7 +17,7 @@ from tests.support.books import assert_books_balance, assert_same_prompts
 from tests.support.ray_token import set_ray_token
 from tests.support.runs import Run, tiny_settings
 from tests.support.submitted import SubmittedRun
-from tests.support.victims import PHASES, assert_complete
+from tests.support.victims import PHASES, assert_complete, count_processes
 
 pytestmark = pytest.mark.e2e
 Start = Callable[..., Run]
@@ -57,12 +57,6 @@ def find_recoveries(run: Run) -> list[tuple[int, float]]:
     """Return the step that each recovery went back to, and its seconds."""
     told = re.findall(r"recovered step (\d+) from memory in ([\d.]+) s", run.tail(1_000_000))
     return [(int(step), float(seconds)) for step, seconds in told]
-
-
-def count_processes(run: Run) -> list[int]:
-    """Return how many processes each of two trainer ranks has had."""
-    logs = [run.run_dir / "logs" / f"trainer_rank{rank}.log" for rank in (0, 1)]
-    return [len(re.findall(r"^process \d+ on ", log.read_text(), re.MULTILINE)) for log in logs]
 
 
 def numbers(run: Run | SubmittedRun) -> list[dict[str, float]]:

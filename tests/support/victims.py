@@ -132,3 +132,9 @@ def _parts(folder: Path) -> Sequence[Path]:
 
 def _process(run: Run, victim: Victim) -> psutil.Process:
     return run.find_one(*victim.words) if victim.words else psutil.Process(run.process.pid)
+
+
+def count_processes(run: Run) -> list[int]:
+    """Return how many processes each of two trainer ranks has had."""
+    logs = [run.run_dir / "logs" / f"trainer_rank{rank}.log" for rank in (0, 1)]
+    return [len(re.findall(r"^process \d+ on ", log.read_text(), re.MULTILINE)) for log in logs]
