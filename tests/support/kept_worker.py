@@ -23,6 +23,9 @@ class KeptWorker:
         self._end = HEADER_BYTES + len(self._state)
         self._paths: Sequence[str] = ()
 
+    def close(self, timeout_s: float) -> None:
+        """End what is under way beside calls, as a rank of a model does."""
+
     def coordinate(self) -> Place:
         return Place(dp=self._rank, tp=0, owns_output=True)
 
