@@ -10,6 +10,7 @@ waits at their own end waiting until its timeout. So connections are shut as if 
 
 import gc
 import sys
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -70,12 +71,21 @@ def _abort_nccl() -> None:
     """
     if not has_cuda() or not dist.is_initialized():
         return
-    world: Any = dist.distributed_c10d._world
-    newest_first = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
-    backends = [group._get_backend(torch.device("cuda")) for group in newest_first]
+    backends = _list_nccl_backends()
     if not backends:
         return
     backends[-1]._group_start()
     for backend in backends:
         backend.abort()
     backends[-1]._group_end()
+
+
+def _list_nccl_backends() -> list[Any]:
+    """Return those of all groups, of the newest first; groups of gloo alone have none."""
+    world: Any = dist.distributed_c10d._world
+    newest_first = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    backends = []
+    for group in newest_first:
+        with suppress(RuntimeError):  # it has no backend for GPUs
+            backends.append(group._get_backend(torch.device("cuda")))
+    return backends
