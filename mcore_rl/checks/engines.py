@@ -124,7 +124,7 @@ def check_engine_sizes(rollout: RolloutConfig, policy: ModelFacts) -> None:
     if not all(is_moe):
         _check_divides("rollout.tp", rollout.tp, "intermediate_size", sizes["dense_ffn"])
     if policy.has_tower and not rollout.sglang.get("mm_enable_dp_encoder"):
-        key = "num_heads of vision_config"
+        key = "vision_config's number of heads"
         _check_divides("rollout.tp", rollout.tp, key, sizes["tower_heads"])
     if rollout.pp > len(is_moe):
         raise ValueError(

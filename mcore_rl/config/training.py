@@ -27,8 +27,8 @@ class ModelConfig(Options, group="model"):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision that ranks and engines compute in."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with a tokenizer (auto_map in tokenizer_config.json), in
-    this process and in the engines."""
+    """Run the Python code that comes with a tokenizer (auto_map in tokenizer_config.json) and with
+    the configuration beside it, in this process, the collectors and the engines."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ def check_quantization(rollout: RolloutConfig, model: ModelConfig, train: TrainC
     if train.lora.rank:
         raise ValueError(
             f"{chosen} with train.lora.rank={train.lora.rank}: engines merge factors into no"
-            " weights in INT4; set rollout.quantization=none or fp8, or train.lora.rank=0"
+            " weights in INT4; set rollout.quantization=none, or train.lora.rank=0"
         )
     for name, value, needed in (
         ("moe_runner_backend", rollout.sglang.get("moe_runner_backend"), "triton"),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,19 @@ def load_tokenizer(
     beside the model and `trust_remote_code` is false.
     """
     path = Path(folder)
-    if _is_code(path):
-        if not trust_remote_code:
-            raise ValueError(
-                f"{option}={folder}: its tokenizer is Python code (auto_map in"
-                " tokenizer_config.json); read the code, then set model.trust_remote_code=true to"
-                " run it, or save the tokenizer as a tokenizer.json"
-            )
-    elif not any(file for pattern in VOCABULARY_FILES for file in path.glob(pattern)):
+    is_code = is_tokenizer_code(path)
+    if is_code and not trust_remote_code:
+        raise ValueError(
+            f"{option}={folder}: its tokenizer is Python code (auto_map in tokenizer_config.json);"
+            " read the code, then set model.trust_remote_code=true to run it, or save the tokenizer"
+            " as a tokenizer.json"
+        )
+    if trust_remote_code and (missing := _find_missing_code(path)):
+        raise ValueError(
+            f"{option}={folder}: {missing}, which auto_map names, is not there: copy the model's"
+            " Python files into it"
+        )
+    if not is_code and not any(file for pattern in VOCABULARY_FILES for file in path.glob(pattern)):
         # transformers would make an empty tokenizer of config.json alone
         raise ValueError(
             f"{option}={folder}: no tokenizer there, none of {', '.join(VOCABULARY_FILES)}; copy"
@@ -38,9 +44,15 @@ def load_tokenizer(
         return auto_tokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
         first_line = str(error).partition("\n")[0]
+        remedy = "copy the model's tokenizer files again"
+        if is_code:
+            remedy += (
+                "; it may also be that the code of the tokenizer, or of the configuration beside"
+                " it, wants another version of transformers"
+            )
         raise ValueError(
             f"{option}={folder}: its tokenizer cannot be opened ({type(error).__name__}:"
-            f" {first_line}); copy the model's tokenizer files again"
+            f" {first_line}); {remedy}"
         ) from error
 
 
@@ -68,10 +80,28 @@ def import_auto_tokenizer() -> Any:
     return AutoTokenizer
 
 
-def _is_code(path: Path) -> bool:
+def is_tokenizer_code(path: Path) -> bool:
     """Return whether the tokenizer's class is to be imported from a file in the directory."""
+    return "AutoTokenizer" in _read_code_names(path / "tokenizer_config.json")
+
+
+def _find_missing_code(path: Path) -> str:
+    """Return a file with the class of configuration or tokenizer that is not there; "" if none."""
+    settings = _read_code_names(path / "config.json").get("AutoConfig")
+    tokenizer = _read_code_names(path / "tokenizer_config.json").get("AutoTokenizer")
+    named = [settings, *(tokenizer if isinstance(tokenizer, list) else [tokenizer])]
+    for name in named:
+        if isinstance(name, str) and "--" not in name:  # with it, it is in another repository
+            file = f"{name.partition('.')[0]}.py"
+            if not (path / file).is_file():
+                return file
+    return ""
+
+
+def _read_code_names(path: Path) -> Mapping[str, Any]:
+    """Return `auto_map` of a file in JSON: transformers' class -> module and class to import."""
     try:
-        settings: Any = json.loads((path / "tokenizer_config.json").read_text())
+        settings: Any = json.loads(path.read_text())
     except (OSError, ValueError):  # transformers reports damaged files
-        return False
-    return isinstance(settings, dict) and "AutoTokenizer" in (settings.get("auto_map") or {})
+        return {}
+    return (settings.get("auto_map") or {}) if isinstance(settings, dict) else {}

@@ -192,11 +192,17 @@ def add_serve_arguments(command: argparse.ArgumentParser, merge: Merge) -> None:
     command.add_argument(
         "--startup-timeout-s", type=float, default=1800.0, metavar="S", help="(%(default)s)"
     )
-    _add_adapters(command)
+    _add_beside_model(command)
     command.set_defaults(run=partial(_serve, merge=merge))
 
 
-def _add_adapters(command: argparse.ArgumentParser) -> None:
+def _add_beside_model(command: argparse.ArgumentParser) -> None:
+    """Add what is served or run beside the model's weights."""
+    command.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run Python code beside the model: of its tokenizer and configuration",
+    )
     command.add_argument(
         "--adapter",
         action="append",
@@ -209,13 +215,21 @@ def _add_adapters(command: argparse.ArgumentParser) -> None:
 def _serve(args: argparse.Namespace, merge: Merge) -> None:
     from mcore_rl.rollout.engine_spec import EngineSpec
     from mcore_rl.rollout.served_models import find_dtype
-    from mcore_rl.run.serving import find_model, make_serving_keys, make_slots, run_server
+    from mcore_rl.run.serving import (
+        find_model,
+        make_serving_keys,
+        make_slots,
+        refuse_code,
+        run_server,
+    )
 
     if args.once and not args.ask:
         raise ValueError("--once ends after the answer to a question: give --ask")
     keep_output_lasting()
 
     model = find_model(args.checkpoint, args.source_hf, merge)
+    if not args.trust_remote_code:
+        refuse_code(model)
     spec = EngineSpec(
         model_path=str(model),
         log_path=str(args.log),
@@ -225,6 +239,7 @@ def _serve(args: argparse.Namespace, merge: Merge) -> None:
         pp=args.pp,
         kv_cache_len=args.kv_cache_len,
         tokenizer=True,
+        trust_remote_code=args.trust_remote_code,
         host=args.host,
         port=args.port,
         keys=make_serving_keys(args.key_file, args.host),

@@ -83,8 +83,21 @@ def image_prompts(
     placeholder_id = read_placeholder(policy.config)
     assert placeholder_id is not None, "the family refuses config.json without a placeholder"
     processor = ImageProcessor(policy.path, cache_bytes=0)
+    check_patches(processor, policy)
     encode = partial(_encode, tokenizer, generation_prompt=True)
     return ImagePrompts(processor, encode, placeholder_id, rules, column)
+
+
+def check_patches(processor: ImageProcessor, policy: ModelFacts) -> None:
+    """Raise ValueError if a processor makes other patches than the model's tower takes."""
+    merge, patch = merge_size(policy.config), policy.sizes["patch"]
+    made = (processor.patches_per_token, processor.pixels_per_token)
+    if made != (merge**2, (merge * patch) ** 2):
+        raise ValueError(
+            f"model.path={policy.path}: preprocessor_config.json makes tokens of"
+            f" {made[0]} patches and {made[1]} pixels, the tower of config.json takes {merge**2}"
+            f" patches of {patch} x {patch} pixels: copy both files from one model"
+        )
 
 
 def sft_images(

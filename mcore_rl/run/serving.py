@@ -7,6 +7,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from mcore_rl.data.tokenizer import is_tokenizer_code
 from mcore_rl.process.errors import describe_error
 from mcore_rl.process.network import open_directly, refuse_open_door
 from mcore_rl.process.server_keys import ServerKeys, read_key_file, user_headers
@@ -51,6 +52,15 @@ def find_model(path: Path, source_hf: Path | None, merge: Merge) -> Path:
         )
     print(merge(path, source_hf, merged))
     return merged
+
+
+def refuse_code(model: Path) -> None:
+    """Raise ValueError if chats need a tokenizer that is Python code beside the model."""
+    if is_tokenizer_code(model):
+        raise ValueError(
+            f"{model}: its tokenizer is Python code (auto_map in tokenizer_config.json); read the"
+            " code, then give --trust-remote-code to run it"
+        )
 
 
 def make_slots(given: Sequence[str], model: Path, pp: int) -> AdapterSlots | None:

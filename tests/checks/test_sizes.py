@@ -86,7 +86,7 @@ def test_shipped_recipes_pass(recipe: str) -> None:
         (
             altered(QWEN_VL, {"num_key_value_heads": 28, "intermediate_size": 7 * 2706}),
             {"tp": 7},
-            "rollout.tp=7 does not divide num_heads of vision_config=16 of config.json",
+            "rollout.tp=7 does not divide vision_config's number of heads=16 of config.json",
         ),
         (GPT_OSS, {"pp": 25}, "rollout.pp=25 exceeds num_hidden_layers=24 of config.json"),
     ],

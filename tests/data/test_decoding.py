@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mcore_rl.data.decoding import make_decode
+from mcore_rl.data.decoding import CODE, make_decode
+from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.tasks.arithmetic import make_tokenizer
+from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 
 def test_texts_are_the_tokenizers() -> None:
@@ -31,6 +33,20 @@ def test_a_process_that_decodes_does_not_import_transformers(tmp_path: Path) -> 
     command = [sys.executable, "-c", code, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [tokenizer.decode(ids, skip_special_tokens=True), "False"]
+
+
+def test_a_tokenizer_that_is_code_is_opened_anew_in_each_process(tmp_path: Path) -> None:
+    """Its class has a module that transformers makes, and no other process can import."""
+    write_tokenizer_that_is_code(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, "model.path", trust_remote_code=True)
+    assert type(tokenizer).__module__.startswith(CODE)
+    file = tmp_path / "decode.pickle"
+    file.write_bytes(pickle.dumps(make_decode(tokenizer)))
+    ids = tokenizer("Jon has 18 books")["input_ids"]
+    code = f"import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb'))({ids}))"
+    command = [sys.executable, "-c", code, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [tokenizer.decode(ids, skip_special_tokens=True)]
 
 
 def test_a_tokenizer_with_a_text_of_its_own_is_used_itself() -> None:

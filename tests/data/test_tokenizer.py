@@ -40,6 +40,20 @@ def test_a_tokenizer_that_is_code_runs_only_if_it_is_trusted(tmp_path: Path) -> 
     assert tokenizer.decode(tokenizer("Ada has 12")["input_ids"]) == "Ada has 12"
 
 
+def test_code_that_is_missing_is_named_before_anything_starts(tmp_path: Path) -> None:
+    write_tokenizer_that_is_code(tmp_path)
+    (tmp_path / "config.json").write_text('{"auto_map": {"AutoConfig": "settings.Settings"}}')
+    with pytest.raises(ValueError, match=r"model.path=.*: settings.py, which auto_map names"):
+        load_tokenizer(tmp_path, "model.path", trust_remote_code=True)
+
+
+def test_code_that_fails_is_told_from_missing_files(tmp_path: Path) -> None:
+    write_tokenizer_that_is_code(tmp_path)
+    (tmp_path / "words.py").write_text("from transformers import NoSuchClass")
+    with pytest.raises(ValueError, match=r"ImportError.*the code of the tokenizer, or of the"):
+        load_tokenizer(tmp_path, "model.path", trust_remote_code=True)
+
+
 def test_a_missing_or_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     LlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"model.path=.*: no tokenizer there, none of tokenizer"):

@@ -10,6 +10,7 @@ from checkpoint_tools.cli import main
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.layouts.sglang_models import EXPERT_BIASES
 from mcore_rl.weights.models import family_of
+from tests.data.test_tokenizer import write_tokenizer_that_is_code
 from tests.e2e.test_train import (
     Start,
     assert_engine_agrees,
@@ -83,18 +84,23 @@ def test_a_model_trains(start: Start, arithmetic: Path, tmp_path: Path, kind: st
 def test_the_language_model_of_kimi_k25_trains_from_int4(
     start: Start, arithmetic: Path, tmp_path: Path
 ) -> None:
-    """Ranks decode what they hold; the engine starts without weights and gets plain ones."""
+    """Ranks decode what they hold; the engine starts without weights and gets plain ones.
+
+    The tokenizer is code beside the model, as in the published files.
+    """
     source = arithmetic / "model"
     vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
     whole = write_int4_kimi_k25_model(tmp_path / "whole", vocab_size=vocab_size)
     for path in source.iterdir():
         if not (whole / path.name).exists() and path.suffix != ".safetensors":
             shutil.copy(path, whole)
+    write_tokenizer_that_is_code(whole)
     text = tmp_path / "text"
     assert main(["text-only", str(whole), str(text), "--workers=1"]) == 0
     run = start(
         "train",
         f"model.path={text}",
+        "model.trust_remote_code=true",
         "train.router_replay=engine",
         "run.steps=2",
         "train.optimizer.lr=1e-3",

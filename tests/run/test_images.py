@@ -1,5 +1,7 @@
 """A recipe's options become the rules for images; models of text alone need none."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,6 +97,15 @@ def test_a_model_of_text_has_no_use_for_images(shapes: Path, tmp_path: Path) -> 
 )
 def test_placeholders_are_among_the_marks_of_images(name: str, marks: tuple[int, ...]) -> None:
     assert image_marks(ModelFacts.read(f"recipes/model/{name}")) == marks
+
+
+def test_patches_of_another_model_are_refused(shapes: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(shapes, tmp_path / "shapes")
+    path = folder / "model" / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "patch_size": 16}))
+    tokenizer = load_tokenizer(folder / "model", "model.path")
+    with pytest.raises(ValueError, match=r"preprocessor_config.json makes tokens of 4 patches"):
+        PromptReader.make(make_config(folder), tokenizer).load([_file(folder)])
 
 
 def test_patches_are_bounded_by_the_recipe(shapes: Path) -> None:

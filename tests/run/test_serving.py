@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli import main
-from mcore_rl.run.serving import find_model, make_serving_keys
+from mcore_rl.run.serving import find_model, make_serving_keys, refuse_code
+from mcore_rl.tasks.arithmetic import make_tokenizer
+from tests.data.test_tokenizer import write_tokenizer_that_is_code
 
 
 def refuse(*_: Path) -> None:
@@ -35,6 +37,14 @@ def test_serve_refuses_a_model_that_names_no_dtype(
     assert main(["serve", str(tmp_path), "--log", str(log)]) == 2
     assert "--dtype=auto: " in capsys.readouterr().err
     assert not log.exists()
+
+
+def test_code_beside_a_model_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    refuse_code(tmp_path)
+    write_tokenizer_that_is_code(tmp_path)
+    with pytest.raises(ValueError, match=r"its tokenizer is Python code .* --trust-remote-code"):
+        refuse_code(tmp_path)
 
 
 def test_a_megatron_checkpoint_is_merged_once(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def write_kimi_k25_model(
     language = _write_parts("kimi_k2", folder, seed, tower, **text)
     path = folder / "model.safetensors"
     save_file(with_k25_names(load_file(path)), path, metadata={"format": "pt"})
-    parts = {"text_config": language, "vision_config": published_vision(tower)}
+    parts: dict[str, Any] = {"text_config": language, "tie_word_embeddings": False}
+    parts["vision_config"] = published_vision(tower)
     _write_config(folder, "KimiK25", "kimi_k25", parts)
     return folder
 

@@ -63,7 +63,11 @@ def read_settings(folder: Path) -> PatchSettings | None:
     named = (settings.get("auto_map") or {}).get("AutoImageProcessor", "")
     if KIMI_VL in (settings.get("image_processor_type"), named.rpartition(".")[2]):
         return read_kimi_vl(settings)
-    return read_kimi_k25(settings[KIMI_K25]) if KIMI_K25 in settings else None
+    if KIMI_K25 not in settings:
+        return None
+    if not isinstance(settings[KIMI_K25], Mapping):
+        raise ValueError(f"{KIMI_K25}={settings[KIMI_K25]!r} in {FILE}: it should hold settings")
+    return read_kimi_k25(settings[KIMI_K25])
 
 
 def read_kimi_vl(settings: Mapping[str, Any]) -> PatchSettings:
@@ -73,7 +77,7 @@ def read_kimi_vl(settings: Mapping[str, Any]) -> PatchSettings:
             f"pad_input=false in {FILE}: images would be cropped, which is not supported; set"
             " pad_input=true as the published models have it"
         )
-    return _make_settings(settings, settings.get("in_token_limit", 4096), KIMI_VL_SIDE)
+    return _make_settings(settings, _read_count(settings, "in_token_limit", 4096), KIMI_VL_SIDE)
 
 
 def read_kimi_k25(settings: Mapping[str, Any]) -> PatchSettings:
@@ -86,13 +90,13 @@ def read_kimi_k25(settings: Mapping[str, Any]) -> PatchSettings:
             f"fixed_output_tokens={settings['fixed_output_tokens']} in {FILE} is not supported: set"
             " it to null as the published models have it"
         )
-    side = settings.get("patch_limit_on_one_side", KIMI_K25_SIDE)
+    side = _read_count(settings, "patch_limit_on_one_side", KIMI_K25_SIDE)
     if not 1 < side <= KIMI_K25_SIDE:
         raise ValueError(
             f"patch_limit_on_one_side={side} in {FILE}: the tower turns patches of sides of 2 to"
             f" {KIMI_K25_SIDE}"
         )
-    return _make_settings(settings, settings.get("in_patch_limit", 16384), side)
+    return _make_settings(settings, _read_count(settings, "in_patch_limit", 16384), side)
 
 
 def _make_settings(
@@ -106,13 +110,30 @@ def _make_settings(
         )
     merge = sides[0]
     return PatchSettings(
-        patch=settings.get("patch_size", 14),
+        patch=_read_count(settings, "patch_size", 14),
         merge=merge,
         most_patches=most_patches,
         longest_side=longest_side // merge * merge,
-        mean=tuple(settings["image_mean"]),
-        std=tuple(settings["image_std"]),
+        mean=_read_colors(settings, "image_mean", least=0.0),
+        std=_read_colors(settings, "image_std", least=1e-6),
     )
+
+
+def _read_count(settings: Mapping[str, Any], key: str, default: int) -> int:
+    value = settings.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} in {FILE}: it should be a number, at least 1")
+    return value
+
+
+def _read_colors(settings: Mapping[str, Any], key: str, least: float) -> tuple[float, ...]:
+    values = settings.get(key)
+    found = tuple(values) if isinstance(values, list) else ()
+    if len(found) != len("RGB") or not all(
+        isinstance(v, int | float) and v >= least for v in found
+    ):
+        raise ValueError(f"{key}={values!r} in {FILE}: it should be 3 numbers, at least {least:g}")
+    return found
 
 
 class MoonVitPatches:

@@ -207,10 +207,10 @@ def open_rule(folder: Path) -> PatchRule:
     """
     from transformers import AutoImageProcessor
 
+    settings = read_settings(folder)
+    if settings is not None:
+        return MoonVitPatches(settings)
     try:
-        settings = read_settings(folder)
-        if settings is not None:
-            return MoonVitPatches(settings)
         opened = AutoImageProcessor.from_pretrained(folder, backend="pil")
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).partition("\n")[0]

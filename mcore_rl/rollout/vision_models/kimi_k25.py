@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 from sglang.srt.configs.kimi_k25 import KimiK25Config
 from sglang.srt.models import kimi_k25
 from sglang.srt.multimodal.customized_mm_processor_utils import register_customized_processor
-from sglang.srt.multimodal.processors.kimi_vl import KimiVLImageProcessor
 
 from mcore_rl.rollout.vision_models.kimi_processor import KimiK25Processor
+from mcore_rl.rollout.vision_models.kimi_vl import KimiVLImageProcessor
 
 PREFIX = "vt_"
 """The beginning of the published keys of the tower's sizes."""

@@ -45,6 +45,7 @@ def list_checkpoint_files(hf_dir: Path) -> list[Path]:
 
 
 _LENGTH_BYTES = 8
+_OWN = "__metadata__"
 _LFS = b"version https://git-lfs"
 
 
@@ -63,6 +64,24 @@ def check_header(path: Path) -> None:
         raise ValueError(
             f"{path} is cut off: it has {size} bytes, and a header of {needed}; download it again"
         )
+    whole = needed + _find_end(path, needed - _LENGTH_BYTES)
+    if size < whole:
+        raise ValueError(f"{path} is cut off: it has {size} of {whole} bytes; download it again")
+
+
+def _find_end(path: Path, header_bytes: int) -> int:
+    """Return how many bytes the tensors of a safetensors file take; 0 if its header says nothing.
+
+    What is wrong with such a header is left to who reads it.
+    """
+    with path.open("rb") as file:
+        file.seek(_LENGTH_BYTES)
+        header = file.read(header_bytes)
+    try:
+        tensors = {name: each for name, each in json.loads(header).items() if name != _OWN}
+        return max((each["data_offsets"][1] for each in tensors.values()), default=0)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return 0
 
 
 def find_other_format(hf_dir: Path) -> str:

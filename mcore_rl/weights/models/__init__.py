@@ -118,6 +118,7 @@ REFUSED: Mapping[str, str] = {
 MAX_COUNTS: Mapping[str, int] = {
     "num_hidden_layers": 4096,
     "depth": 4096,
+    "vt_num_hidden_layers": 4096,
     "num_nextn_predict_layers": 256,
     TRAINED: 256,
     "num_experts": 16384,

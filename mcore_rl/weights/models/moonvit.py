@@ -22,6 +22,9 @@ from mcore_rl.weights.models.table import Family, HfConfig, HfTensor, Rule
 LANGUAGE = "language_model."
 VISUAL = "vision_tower."
 BLOCKS = VISUAL + "encoder."
+PLACEHOLDER = "media_placeholder_token_id"
+TABLE = {"init_pos_emb_height": 64, "init_pos_emb_width": 64}
+"""Sides of the table of positions that vision_config need not give."""
 
 KIMI_VL_TOWER: Mapping[str, tuple[Any, ...]] = {"model_type": ("moonvit",), "patch_size": (14,)}
 """Key of Kimi-VL's vision_config -> the values that tower and engines support, besides absence."""
@@ -108,8 +111,8 @@ def read_moonvit_sizes(config: HfConfig, prefix: str = "") -> dict[str, int]:
         "tower_heads": tower.need_for_tower(vision, prefix + "num_attention_heads"),
         "tower_ffn": ffn,
         "tower_block_ffn": ffn,
-        "tower_rows": vision.get("init_pos_emb_height", 64),
-        "tower_columns": vision.get("init_pos_emb_width", 64),
+        "tower_rows": tower.need_for_tower({**TABLE, **vision}, "init_pos_emb_height"),
+        "tower_columns": tower.need_for_tower({**TABLE, **vision}, "init_pos_emb_width"),
         "merged": hidden * tower.merge_size(config) ** 2,
         "channels": 3,
         "patch_frames": 1,
@@ -140,21 +143,25 @@ def _find_tower_refusal(
             f"a tower of width {hidden} with {heads} attention heads in vision_config: two axes"
             " rotate pairs, so the width of a head must be a multiple of 4"
         )
-    need(config, *tower.PLACEHOLDERS)
+    placeholder = need(config, PLACEHOLDER)
+    if not isinstance(placeholder, int) or not 0 <= placeholder < sizes["vocab"]:
+        return (
+            f"{PLACEHOLDER}={placeholder!r}: it should be one of the {sizes['vocab']} tokens of the"
+            " vocabulary"
+        )
     return find_rope_theta_refusal(config) or DEEPSEEK_V3.refusal(config)
 
 
 def find_kimi_vl_refusal(config: HfConfig) -> str:
-    return _find_tower_refusal(config, KIMI_VL_TOWER, read_moonvit_sizes(config))
+    return _find_tower_refusal(config, KIMI_VL_TOWER, read_kimi_vl_sizes(config))
 
 
 def find_kimi_k25_refusal(config: HfConfig) -> str:
-    sizes = read_moonvit_sizes(config, "vt_")
+    sizes = read_kimi_k25_sizes(config)
     vision = tower.read_vision_settings(config)
     for key, size in (("mm_hidden_size", "tower_hidden"), ("text_hidden_size", "hidden")):
-        wanted = {**read_deepseek_sizes(config), **sizes}[size]
-        if vision.get(key, wanted) != wanted:
-            return f"{key}={vision[key]} of vision_config should be {wanted}"
+        if vision.get(key, sizes[size]) != sizes[size]:
+            return f"{key}={vision[key]} of vision_config should be {sizes[size]}"
     return _find_tower_refusal(config, KIMI_K25_TOWER, sizes)
 
 

@@ -98,7 +98,7 @@ def merge_size(config: HfConfig) -> int:
     kernel = vision.get("merge_kernel_size")
     if kernel is None:
         return vision.get("spatial_merge_size", 2)
-    if len(kernel) != 2 or kernel[0] != kernel[1]:
+    if not isinstance(kernel, list | tuple) or len(kernel) != 2 or kernel[0] != kernel[1]:
         raise ValueError(
             f"merge_kernel_size={kernel} of vision_config in config.json: only two equal numbers"
             " are supported"
@@ -153,7 +153,13 @@ def find_tower_refusal(config: HfConfig) -> str:
 
 
 def need_for_tower(vision: Mapping[str, Any], key: str) -> int:
-    """Return a number of vision_config. Raises ValueError naming a key that it lacks."""
-    if vision.get(key) is None:
+    """Return a number of vision_config, at least 1.
+
+    Raises ValueError naming a key that it lacks, or with another value.
+    """
+    value = vision.get(key)
+    if value is None:
         raise ValueError(f"vision_config of config.json lacks {key!r}")
-    return int(vision[key])
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key}={value!r} of vision_config: it should be a number, at least 1")
+    return value

@@ -151,6 +151,10 @@ def test_unsupported_settings_are_refused(change: dict[str, object], message: st
         ({"fixed_output_tokens": 64}, "fixed_output_tokens=64"),
         ({"patch_limit_on_one_side": 1024}, "patch_limit_on_one_side=1024"),
         ({"merge_kernel_size": [2, 1]}, r"merge_kernel_size=\[2, 1\]"),
+        ({"in_patch_limit": 0}, "in_patch_limit=0"),
+        ({"patch_limit_on_one_side": "512"}, "patch_limit_on_one_side='512'"),
+        ({"image_std": [0, 0.5, 0.5]}, "image_std="),
+        ({"image_mean": [0.5, 0.5]}, "image_mean=.* 3 numbers"),
     ],
 )
 def test_unsupported_settings_of_kimi_k25_are_refused(
@@ -158,3 +162,9 @@ def test_unsupported_settings_of_kimi_k25_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         read_kimi_k25({**K25, **change})
+
+
+def test_a_file_without_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text('{"media_proc_cfg": null}')
+    with pytest.raises(ValueError, match="media_proc_cfg=None"):
+        ImageProcessor(tmp_path)

@@ -60,7 +60,7 @@ def test_layers_for_speculation_may_lie_beside_the_model(tmp_path: Path) -> None
         ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
         ({"rope_parameters": None, "rope_theta": None}, "lacks 'rope_theta'"),
-        ({"media_placeholder_token_id": None}, "lacks 'image_token_id'"),
+        ({"media_placeholder_token_id": None}, "lacks 'media_placeholder_token_id'"),
         ({"vision_config": {**VISION, "model_type": "moonvit3d"}}, "model_type='moonvit3d'"),
         ({"vision_config": {**VISION, "patch_size": 16}}, "patch_size=16 of vision_config"),
         ({"vision_config": {**VISION, "merge_kernel_size": [2, 1]}}, r"merge_kernel_size=\[2, 1\]"),
