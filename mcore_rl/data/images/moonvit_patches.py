@@ -129,9 +129,8 @@ def _read_count(settings: Mapping[str, Any], key: str, default: int) -> int:
 def _read_colors(settings: Mapping[str, Any], key: str, least: float) -> tuple[float, ...]:
     values = settings.get(key)
     found = tuple(values) if isinstance(values, list) else ()
-    if len(found) != len("RGB") or not all(
-        isinstance(v, int | float) and v >= least for v in found
-    ):
+    are_numbers = all(isinstance(value, int | float) and value >= least for value in found)
+    if len(found) != len("RGB") or not are_numbers:
         raise ValueError(f"{key}={values!r} in {FILE}: it should be 3 numbers, at least {least:g}")
     return found
 
