@@ -180,7 +180,14 @@ def check_import_few_image_processors():
     served = {model.__name__ for model in multimodal_processor.PROCESSOR_MAPPING}
     assert "Qwen2_5_VLForConditionalGeneration" in served
     assert "sglang.srt.multimodal.processors.minicpm" not in sys.modules
-    tokenizer_manager.import_processors("a.package.of.nobody")
+    ours = "mcore_rl.rollout.vision_models"
+    tokenizer_manager.import_processors(ours, overwrite=True)
+    of_ours = {
+        model.__name__
+        for model, processor in multimodal_processor.PROCESSOR_MAPPING.items()
+        if processor.__module__.startswith(ours)
+    }
+    assert of_ours == {"KimiVLForConditionalGeneration", "KimiK25ForConditionalGeneration"}
 
 
 def check_pad_batches():
