@@ -1,6 +1,6 @@
 """Recovers lost ranks of trainer and critic, from the states that they kept in memory.
 
-    work fails -> is a rank dead or hung? -> the model's ranks are replaced -> every rank of both
+    work fails -> is a rank dead or hung? -> lost ranks are replaced -> every rank of both
     models goes back to the newest state that all have -> engines are linked by the next sync
     -> the work is done again
 
