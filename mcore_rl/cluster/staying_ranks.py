@@ -1,4 +1,4 @@
-"""Calls ranks that wait for one another; after a loss, those that live go on in their processes.
+"""Calls ranks that wait for one another. After a loss, ranks that live go on in their processes.
 
     rank 0   train_step: all_reduce ---- abort: it raises --- clear: no model, no groups --- build
     rank 1   train_step: all_reduce -X                             a new process ----------- build

@@ -24,6 +24,7 @@ from mcore_rl.process.log_files import find_segments, rotate_logs
 from mcore_rl.process.signals import TerminatedError
 from tests.support.cluster_workers import Worker
 from tests.support.debuggers import ray_debug
+from tests.support.trainer_groups import wait_until_gone
 
 pytestmark = pytest.mark.e2e
 
@@ -283,12 +284,3 @@ async def wait_for_text(path: Path, text: str, timeout_s: float = 20.0) -> None:
 def test_what_the_cluster_cannot_hold_is_refused_by_number() -> None:
     with pytest.raises(ValueError, match=r"needs 12 CPU and 0 GPU in 24 bundles.*of 8 CPU"):
         reserve([plan_ranks(24, 0.5, gpus_per_node=0)], timeout_s=1)
-
-
-def wait_until_gone(pids: list[int], timeout_s: float = 5.0) -> list[int]:
-    until = time.monotonic() + timeout_s
-    while (
-        alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-    ) and time.monotonic() < until:
-        time.sleep(0.05)
-    return alive

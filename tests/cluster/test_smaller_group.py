@@ -17,18 +17,12 @@ from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.cluster.placement import NoRoomError, reserve
 from mcore_rl.cluster.session import open_ray_session
 from mcore_rl.cluster.state_keepers import StateKeepers
-from mcore_rl.config import (
-    ClusterConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
 from mcore_rl.process.kept_copies import Header
 from mcore_rl.process.kept_memory import HEADER_BYTES, map_kept
-from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.kept_worker import STATE, KeptWorker
+from tests.support.trainer_groups import build_trainer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -60,12 +54,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def group(cluster: Cluster, tmp_path: Path) -> Iterator[Group]:
     [slots] = reserve([plan_ranks(3, 1.0, gpus_per_node=0)], timeout_s=60)
-    made = Group(slots, tmp_path / "logs", call_timeout_s=60)
-    spec = ModelSpec(
-        ModelConfig(), ParallelConfig(dp=3), TrainConfig(), OptimizerConfig(), 1, 0, None, 60.0
-    )
-    made.start_build(spec, timeout_s=120)
-    made.wait_built()
+    made = build_trainer(Group, slots, tmp_path, timeout_s=120)
     yield made
     made._group.kill()
 

@@ -19,16 +19,10 @@ from mcore_rl.cluster.answers import RankDiedError, RankError, RankFaultError
 from mcore_rl.cluster.model_groups import TrainerGroup
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.session import open_ray_session
-from mcore_rl.config import (
-    ClusterConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from mcore_rl.config import ClusterConfig
 from mcore_rl.planning.bundles import plan_ranks
-from mcore_rl.workers.model_worker import ModelSpec
 from tests.support.cluster_workers import BuiltWorker
+from tests.support.trainer_groups import build_trainer, wait_until_gone
 
 pytestmark = pytest.mark.e2e
 STAY = "trainer: ranks [0] go on in their processes, ranks [1] get new ones"
@@ -47,12 +41,7 @@ def session() -> Iterator[None]:
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Group]:
     [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
-    made = Group(slots, tmp_path / "logs", call_timeout_s=60)
-    spec = ModelSpec(
-        ModelConfig(), ParallelConfig(dp=2), TrainConfig(), OptimizerConfig(), 1, 0, None, 60.0
-    )
-    made.start_build(spec, timeout_s=60)
-    made.wait_built()
+    made = build_trainer(Group, slots, tmp_path, timeout_s=60)
     yield made
     made._group.kill()
     remove_placement_group(slots[0].group)
@@ -96,7 +85,7 @@ def test_a_rank_that_does_not_get_out_of_its_call_is_replaced(
     group.restart()
     assert 2.0 <= time.monotonic() - began_s < 30
     assert not set(before) & set(group.pids())
-    assert wait_until_gone(before) == []
+    assert wait_until_gone(before, 10.0) == []
     check_built(group)
 
 
@@ -129,13 +118,4 @@ def test_any_other_error_ends_all_ranks(group: Group) -> None:
     before = group.pids()
     with pytest.raises(RankError, match="bad value on 1"):
         group._group.call_all("fail", 1, deadline_s=60)
-    assert wait_until_gone(before) == []
-
-
-def wait_until_gone(pids: list[int], timeout_s: float = 10.0) -> list[int]:
-    until_s = time.monotonic() + timeout_s
-    while (
-        alive := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-    ) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    return alive
+    assert wait_until_gone(before, 10.0) == []

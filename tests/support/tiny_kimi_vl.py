@@ -107,7 +107,7 @@ def write_kimi_k25_model(
     path = folder / "model.safetensors"
     save_file(with_k25_names(load_file(path)), path, metadata={"format": "pt"})
     parts: dict[str, Any] = {"text_config": language, "tie_word_embeddings": False}
-    parts["vision_config"] = published_vision(tower)
+    parts["vision_config"] = make_published_vision(tower)
     _write_config(folder, "KimiK25", "kimi_k25", parts)
     return folder
 
@@ -121,7 +121,7 @@ def with_k25_names(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-def published_vision(tower: Mapping[str, Any], out: int = 64) -> dict[str, Any]:
+def make_published_vision(tower: Mapping[str, Any], out: int = 64) -> dict[str, Any]:
     """Return vision_config of Kimi-K2.5, with the keys that the published one has."""
     sides = ("init_pos_emb_height", "init_pos_emb_width", "merge_kernel_size", "patch_size")
     return {
@@ -268,9 +268,9 @@ class KimiVl(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if not name.startswith("text."):
-                    parameter.copy_(self._own_part(self.saved_name(name), weights))
+                    parameter.copy_(self._own_part(self.find_saved_name(name), weights))
 
-    def saved_name(self, name: str) -> str:
+    def find_saved_name(self, name: str) -> str:
         """Return the name of the checkpoint."""
         module, _, kind = checkpoint_name(name).rpartition(".")
         return f"{self.projector_names.get(module, module)}.{kind}"
@@ -301,7 +301,7 @@ class KimiVl(nn.Module):
         """Yield (name of the checkpoint, gradient); experts stay stacked."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.named_parameters():
-            name = self.saved_name(name)
+            name = self.find_saved_name(name)
             assert parameter.grad is not None, name
             letter = next((each for each in "qkv" if f".{each}_proj." in name), None)
             if name.startswith(LANGUAGE) or letter is None:
