@@ -4,7 +4,9 @@ engine  tokens 0-255 --> tokens 256-511 --> engine dies
 client  [ 0 ................... 511 ]  goes on at another engine, as a response that moves does
 
 SGLang sends a part for every `stream_interval` tokens, with `--incremental-streaming-output` only
-what is new, as server-sent events: lines of `data: <JSON>`, the last of them `data: [DONE]`.
+what is new, as server-sent events: lines of `data: <JSON>`, the last of them `data: [DONE]`. A
+request that is aborted in the queue, as one that lost its place in the KV cache, ends with a part
+that repeats its last token and all of its log-probs.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -35,8 +37,12 @@ class StreamedAnswer:
     def add(self, part: Mapping[str, Any]) -> None:
         """Take the next part. Raises ValueError if it does not follow the one before."""
         meta = part["meta_info"]
-        self._ids += part["output_ids"]
-        self._logprobs += meta["output_token_logprobs"]
+        ids, logprobs = part["output_ids"], meta["output_token_logprobs"]
+        if (meta["finish_reason"] or {}).get("type") == "abort":
+            num_new = meta["completion_tokens"] - len(self._ids)
+            ids, logprobs = ids[:num_new], logprobs[:num_new]
+        self._ids += ids
+        self._logprobs += logprobs
         self._meta = meta
         if len(self._ids) != meta["completion_tokens"]:
             raise ValueError(

@@ -169,6 +169,8 @@ class HttpTransport:
         if reason["type"] == "abort":
             goes_on = bool(request.rid) or streams
             begun = self._read_begun(request, answer, *shapes) if goes_on else None
+            if begun and (end := self._find_end(begun, sampling)):
+                return replace(begun, finish_reason=end)
             raise AbortedError(f"the engine aborted it: {reason.get('message')}", begun)
         return make_sample(request, answer, self._options.decode, *shapes)
 
@@ -204,14 +206,23 @@ class HttpTransport:
         One that waited to be computed again was aborted without its experts and chosen keys: those
         of another pass would not be the ones that drew its tokens, so it is drawn again.
         """
-        if not answer.get("output_ids"):
-            return None
         told = answer["meta_info"]
+        if not answer.get("output_ids") or "weight_versions" not in told:
+            return None
         if experts_shape is not None and not told.get("routed_experts"):
             return None
         if indexer_shape is not None and not told.get("indexer_topk"):
             return None
         return make_sample(request, answer, self._options.decode, experts_shape, indexer_shape)
+
+    def _find_end(self, sample: Sample, sampling: Sampling) -> str:
+        """Return the finish_reason of a response that is whole, empty if it is not.
+
+        SGLang calls it aborted if the pass that drew its last token was under way at the abort.
+        """
+        if sample.response_ids[-1] in self._options.stop_token_ids:
+            return "stop"
+        return "length" if sample.response_len >= sampling.max_response_len else ""
 
     async def abort_all(self, engine: EngineAddress) -> None:
         """See EngineTransport."""
@@ -287,11 +298,15 @@ class HttpTransport:
         async with self._http.post(url, data=data, headers=headers) as response:
             if response.status != 200:
                 _refuse_status(engine, response.status, await response.read())
-            async for part in read_events(response.content):
-                if "error" in part:
-                    error = part["error"]
-                    _refuse_status(engine, error["code"], error["message"].encode())
-                streamed.add(part)
+            try:
+                async for part in read_events(response.content):
+                    if "error" in part:
+                        error = part["error"]
+                        _refuse_status(engine, error["code"], error["message"].encode())
+                    streamed.add(part)
+            except (aiohttp.ClientError, TimeoutError):
+                if not streamed.is_whole:
+                    raise
         if not streamed.is_whole:
             raise aiohttp.ClientPayloadError("the engine ended the connection within an answer")
         answer = streamed.make_answer()

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -25,6 +26,7 @@ from mcore_rl.rollout.heartbeat import Heartbeat
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.scoring import Teacher
 from mcore_rl.rollout.served_models import ServedEndpoint
+from mcore_rl.rollout.streamed_answer import StreamedAnswer
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS
@@ -86,9 +88,10 @@ def address(engine: EngineProcess) -> EngineAddress:
     return engine.address
 
 
-def client_of(*engines: EngineProcess) -> RolloutClient:
-    transport = HttpOptions.make(CONFIG, [EOS_ID], lambda ids: " ".join(map(str, ids))).open
-    return RolloutClient([address(e) for e in engines], CONFIG, transport)
+def client_of(*engines: EngineProcess, **changes: Any) -> RolloutClient:
+    config = replace(CONFIG, **changes)
+    transport = HttpOptions.make(config, [EOS_ID], lambda ids: " ".join(map(str, ids))).open
+    return RolloutClient([address(e) for e in engines], config, transport)
 
 
 def generate(
@@ -241,6 +244,33 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
     assert logprob_error(model, samples) < 1e-4
     spans = [[span.version for span in s.versions] for s in samples]
     assert [7] in spans and all(versions in ([8], [7]) for versions in spans), spans
+
+
+def test_responses_that_an_engine_has_put_back_into_its_queue_begin_again(
+    engine, model, monkeypatch
+):
+    """Their parts have come, and the last one repeats what it was told."""
+    add, ends = StreamedAnswer.add, []
+
+    def note_end(self, part):
+        ends.append((part["meta_info"]["finish_reason"] or {}).get("type"))
+        add(self, part)
+
+    monkeypatch.setattr(StreamedAnswer, "add", note_end)
+
+    async def sample() -> list[Sample]:
+        async with client_of(engine, stream_every=4).open() as session:
+            work = asyncio.ensure_future(session.generate(make_prompts(4), 2, Sampling(200)))
+            while len(ends) < 8:
+                await asyncio.sleep(0.001)
+            await asyncio.to_thread(post, f"{engine.url}/pause_generation", mode="retract")
+            await session.hold(cut_off=True)
+            assert session.num_cut_off > 0 and "abort" in ends
+            await asyncio.to_thread(post, f"{engine.url}/continue_generation")
+            await session.resume()
+            return await work
+
+    assert logprob_error(model, asyncio.run(sample())) < 1e-4
 
 
 def test_an_idle_engine_leaves_the_cpu_alone(engine):

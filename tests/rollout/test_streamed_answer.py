@@ -1,5 +1,6 @@
 """Answers that come in parts: what came of one that ends too early is kept."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -59,16 +60,19 @@ def ask(
     return loop.run(sample())
 
 
-def draw(loop: EventLoop, engines: list[FakeSGLang], versions: tuple[int, int] = (7, 7)) -> Sample:
-    """The sample of a client that asks the first engine first, after a sync of versions[0]."""
-    for engine, version in zip(engines, versions, strict=True):
-        engine.version = version
+def make_client(engines: list[FakeSGLang]) -> RolloutClient:
+    """Return a client that asks the first engine first, after a sync of version 7."""
     urls = [engine.url for engine in engines]
     health = EngineHealth(urls)
     health.set_serving(urls, {}, WeightVersion(7))
     addresses = [replace(e.address, number=number) for number, e in enumerate(engines)]
-    client = RolloutClient(addresses, ROLLOUT, HttpOptions.make(ROLLOUT, [9], str).open, health)
-    [sample] = loop.run(client.generate([PROMPT], 1, LONG))
+    return RolloutClient(addresses, ROLLOUT, HttpOptions.make(ROLLOUT, [9], str).open, health)
+
+
+def draw(loop: EventLoop, engines: list[FakeSGLang], versions: tuple[int, int] = (7, 7)) -> Sample:
+    for engine, version in zip(engines, versions, strict=True):
+        engine.version = version
+    [sample] = loop.run(make_client(engines).generate([PROMPT], 1, LONG))
     return sample
 
 
@@ -155,6 +159,39 @@ def test_parts_that_repeat_tokens_are_refused() -> None:
         streamed.add(second)
 
 
+@pytest.mark.parametrize("num_unsent", [0, 256])
+def test_an_abort_in_the_queue_repeats_what_came(num_unsent: int) -> None:
+    """SGLang joins the part with others that the connection has not taken yet."""
+    answer = sampled_answer(BODY, 0)
+    first, second, _ = cut_answer(answer, 256)
+    meta = {
+        **second["meta_info"],
+        "finish_reason": {"type": "abort", "message": "asked to"},
+        "output_token_logprobs": answer["meta_info"]["output_token_logprobs"][:512],
+    }
+    unsent = slice(512 - num_unsent, 512)
+    meta["output_token_logprobs"] = [
+        *answer["meta_info"]["output_token_logprobs"][unsent],
+        *meta["output_token_logprobs"],
+    ]
+    last = {"output_ids": [*answer["output_ids"][unsent], answer["output_ids"][511]]}
+    streamed = StreamedAnswer()
+    for part in (first, *([] if num_unsent else [second]), {**last, "meta_info": meta}):
+        streamed.add(part)
+    told = streamed.make_answer()
+    assert told["output_ids"] == answer["output_ids"][:512]
+    whole = answer["meta_info"]["output_token_logprobs"]
+    assert told["meta_info"]["output_token_logprobs"] == whole[:512]
+    assert told["meta_info"]["finish_reason"]["type"] == "abort" and streamed.is_whole
+
+
+def test_an_answer_that_is_whole_outlives_its_connection(
+    loop: EventLoop, engines: list[FakeSGLang]
+) -> None:
+    engines[0].num_parts = 3
+    assert ask(loop, engines[0]).response_len == 600
+
+
 def test_another_engine_goes_on_with_what_a_lost_one_has_drawn(
     loop: EventLoop, engines: list[FakeSGLang]
 ) -> None:
@@ -174,6 +211,27 @@ def test_what_older_weights_have_drawn_is_drawn_again(
     """The first engine has started again with the weights of its folder, and dies again."""
     engines[0].num_parts = 2
     sample = draw(loop, engines, (0, 7))
+    [body] = engines[1].sampled
+    assert body["input_ids"] == [5, 6]
+    assert sample.response_len == 600 and sample.engines == (1,)
+
+
+def test_what_a_lost_engine_has_drawn_ends_with_a_hold(
+    loop: EventLoop, engines: list[FakeSGLang]
+) -> None:
+    """Weights may change until the request is posted again."""
+    engines[0].num_parts = 2
+
+    async def draw_around_hold() -> list[Sample]:
+        async with make_client(engines).open() as session:
+            work = asyncio.create_task(session.generate([PROMPT], 1, LONG))
+            while not engines[0].sampled:
+                await asyncio.sleep(0.001)
+            await session.hold(cut_off=False)
+            await session.resume()
+            return await work
+
+    [sample] = loop.run(draw_around_hold())
     [body] = engines[1].sampled
     assert body["input_ids"] == [5, 6]
     assert sample.response_len == 600 and sample.engines == (1,)

@@ -116,6 +116,29 @@ def test_what_was_drawn_comes_with_the_abort_of_a_request_with_a_name(
     assert (begun.response_len if begun else 0) == num_begun
 
 
+@pytest.mark.parametrize(("ids", "limit", "end"), [([8, 9], 3, "stop"), ([8, 7], 2, "length")])
+def test_a_response_that_was_whole_when_it_was_aborted_is_no_part(
+    loop: EventLoop, engine: FakeSGLang, ids: list[int], limit: int, end: str
+) -> None:
+    """SGLang draws a last token as it is told of an abort, and does not look whether it ends it."""
+    changes = {
+        "finish_reason": {"type": "abort", "message": "asked to"},
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+    }
+    body = {"sampling_params": {"max_new_tokens": len(ids)}}
+    answer = {**sampled_answer(body, 0, **changes), "output_ids": ids}
+    engine.answer = lambda _: (200, answer)
+
+    async def ask() -> Sample:
+        async with HttpOptions.make(RolloutConfig(), [9], str).open() as transport:
+            return await transport.sample(
+                engine.address, replace(REQUEST, rid="a"), Sampling(limit)
+            )
+
+    whole = loop.run(ask())
+    assert (whole.response_ids, whole.finish_reason) == (tuple(ids), end)
+
+
 @pytest.mark.parametrize("experts", [[2, 1], []])
 def test_what_was_drawn_goes_on_elsewhere_only_with_its_experts(
     loop: EventLoop, engine: FakeSGLang, experts: list[int]
