@@ -153,6 +153,7 @@ class RolloutSession:
         self._may_post = asyncio.Event()
         self._may_post.set()
         self._num_posted = 0
+        self._num_holds = 0
         self.num_open = 0
         """Samples begun and not done."""
         self.num_waiting = 0
@@ -190,15 +191,19 @@ class RolloutSession:
     async def sample(self, request: Request, sampling: Sampling) -> Sample:
         """Return one sample, or one turn of an episode; failures are retried on other engines.
 
-        Requests that `hold` cut off are sampled again, those that move go on elsewhere; both don't
-        count as failures. Raises RolloutError after too many failures.
+        Requests that `hold` cut off or that failed before it are sampled again, those that move go
+        on elsewhere; cuts and moves don't count as failures. Raises RolloutError after too many
+        failures.
         """
         failed: list[EngineLoad] = []
         whole = request
         oldest = self._engines.health.version
+        num_holds = self._num_holds
         while True:
             async with self._take_slot():
-                if request is whole:
+                if num_holds < self._num_holds:  # no response outlives one unless it was answered
+                    request, num_holds = whole, self._num_holds
+                if request.begun is whole.begun:
                     oldest = self._engines.health.version
                 request = self._engines.migration.name_request(request)
                 engine = self._engines.pick(request, failed, self._admission)
@@ -208,7 +213,6 @@ class RolloutSession:
                 except TransientError as failure:
                     if self.is_held and isinstance(failure, AbortedError):
                         self.num_cut_off += 1
-                        request = whole
                         continue
                     if under_way.is_moved and isinstance(failure, AbortedError):
                         self._engines.migration.num_moved += 1
@@ -298,9 +302,11 @@ class RolloutSession:
         """Post nothing more, and return once no request is under way; `resume` ends it.
 
         `cut_off` aborts the requests under way instead of waiting for them. Each request has a
-        deadline of its own, so this call ends.
+        deadline of its own, so this call ends. What an engine had drawn of a request before it
+        failed is not gone on with afterwards.
         """
         self._may_post.clear()
+        self._num_holds += 1
         while self._num_posted:
             # In each round: a request that was on its way has reached its engine by now.
             if cut_off:
