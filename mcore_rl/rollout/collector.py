@@ -144,12 +144,15 @@ class Collector:
                 self._sessions[number][0].resize(max_in_flight)
             else:
                 await self._open(number, max_in_flight)
+        canceled = set(commands.cancel)
         for request in commands.begin:
+            if request.group in canceled:  # a task that never runs would leave traces
+                self._note_done(request.session, request.num_samples)
+                continue
             self._session_of[request.group] = request.session
             self._tasks[request.group] = asyncio.create_task(self._collect(request))
-        for group in commands.cancel:
-            if group in self._tasks:
-                self._tasks[group].cancel()
+        for group in canceled & self._tasks.keys():
+            self._tasks[group].cancel()
         self._store.drop(commands.drop)
         for number in commands.end:
             await self._close(number)
@@ -195,13 +198,13 @@ class Collector:
             await self._close(number)
 
     async def _open(self, number: int, max_in_flight: int) -> None:
-        def note_done() -> None:
-            self._events.num_done[number] = self._events.num_done.get(number, 0) + 1
-            self._has_events.set()
-
         stack = AsyncExitStack()
-        opened = self._client.open(max_in_flight, note_done)
+        opened = self._client.open(max_in_flight, lambda: self._note_done(number, 1))
         self._sessions[number] = (await stack.enter_async_context(opened), stack)
+
+    def _note_done(self, number: int, num_samples: int) -> None:
+        self._events.num_done[number] = self._events.num_done.get(number, 0) + num_samples
+        self._has_events.set()
 
     async def _close(self, number: int) -> None:
         _, stack = self._sessions.pop(number)

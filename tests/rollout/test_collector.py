@@ -1,7 +1,7 @@
 """A collector on fake engines: groups are sampled, kept, canceled, held back and closed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -43,12 +43,12 @@ class Scene:
         self.collector = Collector(client, health, self.store)
         self.run(self.collector.submit(CollectorCommands(sessions={0: 8})))
 
-    def begin(self, *groups: int, num_samples: int = 2) -> None:
+    def begin(self, *groups: int, num_samples: int = 2, cancel: Sequence[int] = ()) -> None:
         requests = [
             GroupRequest(0, group, Prompt(group, (1, 2), (), "unit", ""), num_samples, SAMPLING)
             for group in groups
         ]
-        self.run(self.collector.submit(CollectorCommands(begin=requests)))
+        self.run(self.collector.submit(CollectorCommands(begin=requests, cancel=list(cancel))))
 
     def poll_events(self, num_groups: int = 1) -> CollectorEvents:
         """Gather events until that many groups have ended."""
@@ -100,6 +100,14 @@ def test_a_canceled_group_leaves_nothing(loop: EventLoop) -> None:
     events = scene.poll_events()
     assert [facts.group for facts in events.finished] == [6]
     assert events.num_done == {0: 4} and scene.store.num_groups == 1
+
+
+def test_a_group_that_is_canceled_as_it_begins_counts_as_done(loop: EventLoop) -> None:
+    scene = Scene(loop)
+    scene.begin(5, cancel=[5])
+    assert scene.run(scene.collector.poll_events(5.0)).num_done == {0: 2}
+    scene.begin(5)
+    assert [facts.group for facts in scene.poll_events().finished] == [5]
 
 
 def test_held_requests_wait_for_the_end_of_the_hold(loop: EventLoop) -> None:
