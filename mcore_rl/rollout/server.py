@@ -38,6 +38,7 @@ from mcore_rl.rollout.engine_spec import (
     SHARE_PROMPTS_ON_CPU,
     UNCOMPILED,
 )
+from mcore_rl.rollout.image_identity import tell_grids_apart
 from mcore_rl.rollout.image_outputs import choose_output
 from mcore_rl.rollout.image_request import (
     NOT_HERE,
@@ -273,6 +274,7 @@ def take_patches(model_path: str) -> None:
     merge = merge_size(config)
     start_id = config.get("vision_start_token_id")
     output = choose_output(config)
+    tell_grids_apart()
     from fastapi import Request
     from fastapi.responses import JSONResponse
     from sglang.srt.entrypoints.http_server import app, serve_generate_request

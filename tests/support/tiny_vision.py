@@ -62,6 +62,11 @@ WITH_VIDEOS: tuple[tuple[Sequence, ...], ...] = (
     (((3, ((2, 6, 8),)), (5, ())),),
 )
 """Micro-batches with videos, whose times are one rotary position apart."""
+ALIKE: tuple[Sequence, ...] = (
+    ((3, ((1, 4, 8),)), (4, ())),
+    ((3, ((1, 8, 4),)), (4, ())),
+)
+"""Sequences that differ in the grid of their image alone if all patches are alike."""
 
 
 def write_vision_model(
@@ -107,10 +112,24 @@ def batches_of(folder: str | Path) -> list[TrainBatch]:
     Qwen2.5-VL alone has videos of several times in one piece. Transformers reads them as images.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
-    kind = config["model_type"]
-    frames = 1 if kind in ("kimi_vl", "kimi_k25") else 2
-    batches = BATCHES + WITH_VIDEOS if kind == "qwen2_5_vl" else BATCHES
-    return make_vision_batches(batches, config["vision_config"]["patch_size"], frames)
+    batches = BATCHES + WITH_VIDEOS if config["model_type"] == "qwen2_5_vl" else BATCHES
+    return make_vision_batches(batches, *_patch_of(config))
+
+
+def batches_of_one_color(folder: str | Path) -> list[TrainBatch]:
+    """Return micro-batches of `ALIKE`, each of one sequence with the same tokens."""
+    patch, frames = _patch_of(json.loads((Path(folder) / "config.json").read_text()))
+    batches = [_make_batch((sequence,), 0, 3 * frames * patch**2) for sequence in ALIKE]
+    for batch in batches:
+        assert batch.images is not None
+        batch.images.pixels_PD.fill_(0.5)
+    return batches
+
+
+def _patch_of(config: dict[str, Any]) -> tuple[int, int]:
+    """Return the side of a model's patches, and how many frames a patch has."""
+    frames = 1 if config["model_type"] in ("kimi_vl", "kimi_k25") else 2
+    return config["vision_config"]["patch_size"], frames
 
 
 def model_type_of(folder: Path) -> str:
