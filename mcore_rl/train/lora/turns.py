@@ -114,12 +114,11 @@ class Turns:
         """Empty the model, so that all of it can be freed; nothing may be called afterwards.
 
         Layers hold graphs of their last forward pass, and these hold DDP's hooks, and with them the
-        layers: a ring through C++ that Python's collector does not see.
+        layers: a ring through C++ that Python's collector does not see. Learners share layers.
         """
-        for learner in self.learners.values():
-            for chunk in learner.chunks:
-                for module in list(chunk.modules()):
-                    vars(module).clear()
+        chunks = [chunk for learner in self.learners.values() for chunk in learner.chunks]
+        for module in {module for chunk in chunks for module in chunk.modules()}:
+            vars(module).clear()
 
     def _put_in(self, learner: Learner) -> None:
         if learner.adapter is not None:

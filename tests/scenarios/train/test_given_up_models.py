@@ -8,7 +8,14 @@ from typing import Any
 import psutil
 import pytest
 
-from mcore_rl.config import LoraConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from mcore_rl.config import (
+    AdapterConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from mcore_rl.device import communicators
 from mcore_rl.process.kept_memory import KeptMemory
 from mcore_rl.process.network import find_free_port
@@ -21,11 +28,13 @@ NUM_ROUNDS = 5
 GROWTH_BYTES = 24 << 20
 """More than the allocator keeps, and less than three models with their optimizers."""
 OVERLAPPED = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True}}
+ADAPTERS = [AdapterConfig(name=name) for name in ("ada", "eve")]
 KINDS = [
     ({"dp": 2, "ep": 2}, OVERLAPPED),
     slow({"tp": 2, "ep": 2}, {"recompute": "full", "share_prefixes": True}),
     slow({"pp": 2, "vpp": 2}, {}),
     slow({"dp": 2, "ep": 2}, {"lora": LoraConfig(rank=4)}),
+    slow({"dp": 2, "ep": 2}, {"lora": LoraConfig(rank=4, adapters=ADAPTERS)}),
 ]
 Held = tuple[int, int, int]
 """Descriptors, threads, and resident bytes of a process."""
