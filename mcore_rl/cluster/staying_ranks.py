@@ -9,17 +9,17 @@ LEAVE_S is replaced.
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future, wait
 from typing import Any
 
 import ray
 
 from mcore_rl.cluster.answers import (
-    Answers,
     RankDiedError,
-    RankError,
     RankLostError,
     RankStoppedError,
+    StoppedRanks,
 )
 from mcore_rl.cluster.group import ABORT, RankGroup
 
@@ -49,20 +49,36 @@ class StayingRanks(RankGroup):
 
         Waits until LEAVE_S after the loss, at most.
         """
-        staying = {
-            k: self._actors[k] for k, left in self._leaving.items() if self._has_left(k, left)
-        }
+        futures = {k: left.future() for k, left in self._leaving.items()}
+        self._wait_until_left(futures)
+        staying = {k: self._actors[k] for k, left in futures.items() if self._has_left(k, left)}
         replaced = [k for k in range(len(self.ranks)) if k not in staying]
         self._kill_ranks(replaced)
         return staying
 
-    def _has_left(self, rank: int, left: Any) -> bool:
-        seconds = max(self._left_by_s - time.monotonic(), _READY_S)
-        try:
-            return Answers("its abort", [left], [self.ranks[rank]], seconds, STOPPED_S).wait()[0]
-        except RankError as error:
-            _log.warning("%s", error)
+    def _wait_until_left(self, futures: Mapping[int, Future[Any]]) -> None:
+        """Wait for all ranks together, and for none that is stopped."""
+        until_s = max(self._left_by_s, time.monotonic() + _READY_S)
+        stopped = StoppedRanks(STOPPED_S)
+        late = dict(futures)
+        while late and (seconds := until_s - time.monotonic()) > 0:
+            wait(late.values(), min(seconds, stopped.interval_s))
+            late = {k: left for k, left in late.items() if not left.done()}
+            known = [self.ranks[k] for k in late if self.ranks[k].pid is not None]
+            for k, line in stopped.look(known).items():
+                _log.warning("%s", line)
+                del late[k]
+
+    def _has_left(self, rank: int, left: Future[Any]) -> bool:
+        """Return whether a rank told that it can go on; a line of the log says why not."""
+        if not left.done():
+            _log.warning("%s did not get out of its call within %g s", self.ranks[rank], LEAVE_S)
             return False
+        if error := left.exception():
+            line = str(error).strip().splitlines()[-1]
+            _log.warning("%s cannot go on in its process: %s", self.ranks[rank], line)
+            return False
+        return left.result()
 
     def _fail(self, error: BaseException) -> None:
         if self._failed is None and isinstance(error, RankLostError):

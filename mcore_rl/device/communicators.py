@@ -29,8 +29,10 @@ _lock = Lock()
 def abort_communicators() -> None:
     """Have every collective of this process raise, also those to come; call it in any thread."""
     with _lock:
-        _abort_nccl()
-        CONNECTIONS.end()
+        try:
+            _abort_nccl()
+        finally:
+            CONNECTIONS.end()
 
 
 def destroy_communicators() -> None:
@@ -75,17 +77,21 @@ def _abort_nccl() -> None:
     if not backends:
         return
     backends[-1]._group_start()
-    for backend in backends:
-        backend.abort()
-    backends[-1]._group_end()
+    try:
+        for backend in backends:
+            backend.abort()
+    finally:
+        backends[-1]._group_end()
 
 
 def _list_nccl_backends() -> list[Any]:
     """Return those of all groups, of the newest first; groups of gloo alone have none."""
     world: Any = dist.distributed_c10d._world
-    newest_first = sorted(world.pg_names, key=lambda group: world.pg_names[group], reverse=True)
+    names = dict(world.pg_names)  # the thread of a call may be making more of them
     backends = []
-    for group in newest_first:
+    for group in sorted(names, key=lambda group: names[group], reverse=True):
         with suppress(RuntimeError):  # it has no backend for GPUs
-            backends.append(group._get_backend(torch.device("cuda")))
+            backend = group._get_backend(torch.device("cuda"))
+            # with TORCH_DISTRIBUTED_DEBUG=DETAIL another one stands before it
+            backends.append(getattr(backend, "wrapped_pg", backend))
     return backends

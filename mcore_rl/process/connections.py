@@ -53,8 +53,11 @@ def _find_sockets() -> dict[int, int]:
 
 def _shut(descriptor: int, inode: int) -> None:
     """Shut a socket in both directions, unless it has become another one or listens."""
-    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
-        if os.fstat(own.fileno()).st_ino != inode or own.family not in _KINDS:
+    with suppress(OSError):
+        kept = os.dup(descriptor)
+        if os.fstat(kept).st_ino != inode:
+            os.close(kept)
             return
-        if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            own.shutdown(socket.SHUT_RDWR)
+        with socket.socket(fileno=kept) as own:
+            if own.family in _KINDS and not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                own.shutdown(socket.SHUT_RDWR)
