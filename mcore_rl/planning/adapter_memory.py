@@ -34,7 +34,6 @@ class AdapterSize:
 
     dense, expert   of factors; those of experts have another optimizer share
     frozen          of the weights whose W0 lies in host memory
-    frozen_experts  of routed experts among them
     layer           of the largest gradient of weights that autograd hands over at once
     head            of a critic's value head, which is trained as a whole
     """
@@ -42,7 +41,6 @@ class AdapterSize:
     dense: int
     expert: int
     frozen: int
-    frozen_experts: int
     layer: int
     head: int = 0
 
@@ -72,12 +70,10 @@ def count_adapter(
             matrices = layers[rule.key] * experts
             factors[rule.numbers_experts] += matrices * _count_factor(tensor, axes, lora.total_rank)
     frozen = sum(held[key] for key in touched)
-    of_experts = {rule.key for rule, _ in linears if rule.numbers_experts}
-    frozen_experts = sum(held[key] for key in touched & of_experts)
     layer = max((held[key] // layers[key] for key in touched), default=0)
     has_head = has_value_head(hf_config) and stage == sizes.pp - 1
     head = axes["hidden"] if has_head else 0
-    return AdapterSize(factors[False], factors[True], frozen, frozen_experts, layer, head)
+    return AdapterSize(factors[False], factors[True], frozen, layer, head)
 
 
 def _list_adapted_keys(hf_config: HfConfig, lora: LoraConfig | CriticLoraConfig) -> set[str]:

@@ -15,14 +15,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from mcore_rl.weight_sync.verify import ROW_WORDS, WORD_BYTES
+from mcore_rl.weight_sync.verify import ROW_BYTES, ROW_WORDS
 from mcore_rl.weights.box import Box, itemsize
 from mcore_rl.weights.hf.fp8 import BLOCK, FP8
 from mcore_rl.weights.plan.shared_region import Slice
 
 HEADER_WORDS = 2
 """Weight version and bucket index. A checksum per piece follows, padded to whole rows."""
-_ROW_BYTES = ROW_WORDS * WORD_BYTES
 _MOST_PADDING = 1 / 8
 """A share of bucket_bytes, so that two slices of half a bucket fit into one bucket."""
 
@@ -81,9 +80,9 @@ def bound_message_bytes(bucket_bytes: int) -> int:
 
     Only a single row or FP8 block that is larger than `bucket_bytes` takes more.
     """
-    padded_bytes = max(int(bucket_bytes * (1 + _MOST_PADDING)), bucket_bytes + _ROW_BYTES)
-    most_pieces = padded_bytes // _ROW_BYTES
-    return padded_bytes + _count_header_rows(most_pieces) * _ROW_BYTES
+    padded_bytes = max(int(bucket_bytes * (1 + _MOST_PADDING)), bucket_bytes + ROW_BYTES)
+    most_pieces = padded_bytes // ROW_BYTES
+    return padded_bytes + _count_header_rows(most_pieces) * ROW_BYTES
 
 
 def split_box(box: Box, max_numel: int, multiple: int = 1) -> list[Box]:
@@ -134,7 +133,7 @@ def _plan_pair(pair: tuple[int, int], slices: Iterable[Slice], bucket_bytes: int
     padded_bytes = 0
     for parts in _split_to_fit(slices, bucket_bytes):
         num_bytes = sum(num_bytes for _, num_bytes, _ in parts)
-        num_padded = sum(num_rows for _, _, num_rows in parts) * _ROW_BYTES
+        num_padded = sum(num_rows for _, _, num_rows in parts) * ROW_BYTES
         is_full = (
             filled_bytes + num_bytes > bucket_bytes
             or padded_bytes + num_padded > bucket_bytes * (1 + _MOST_PADDING)
@@ -166,7 +165,7 @@ def _split_to_fit(slices: Iterable[Slice], bucket_bytes: int) -> Iterator[list[_
 
 def _measure(part: Slice) -> _SizedSlice:
     num_bytes = part.box.numel * itemsize(part.dtype)
-    return part, num_bytes, -(-num_bytes // _ROW_BYTES)
+    return part, num_bytes, -(-num_bytes // ROW_BYTES)
 
 
 def _count_header_rows(num_pieces: int) -> int:

@@ -26,7 +26,8 @@ from mcore_rl.weight_sync.waits import FAILURE_POLL_S, TransferError, wait_until
 from mcore_rl.weight_sync.wire import Link
 
 _RETRY_S = 0.005
-_NUM_SETS = 2
+NUM_SETS = 2
+"""Sets of an engine's tensors, which take turns."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class OpenMemory:
     """An engine rank's two sets of tensors, and the abstract socket for requests of access."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        assert len(segments) == _NUM_SETS, f"{len(segments)} segments"
+        assert len(segments) == NUM_SETS, f"{len(segments)} segments"
         self.segments = segments
         self.server = RankServer()
         self.name = self.server.name

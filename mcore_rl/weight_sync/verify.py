@@ -30,6 +30,7 @@ ROWS = "rows72-1"
 
 WORD_BYTES = 8
 ROW_WORDS = 72
+ROW_BYTES = ROW_WORDS * WORD_BYTES
 """576 bytes: whole cache lines, but no divisor of a page, so that exchanged pages are noticed."""
 
 _HOST = torch.device("cpu")

@@ -140,14 +140,6 @@ class ToolUnavailableError(RuntimeError):
     """
 
 
-class ProgramEpisode(Protocol):
-    """An episode that a program runs by itself, against a base URL instead of messages."""
-
-    async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
-        """Run the episode in at most `deadline_s` seconds; leave no process if canceled."""
-        ...
-
-
 def join_texts(message: Message) -> str:
     """Return the text of a message, whose content is a string, a list of parts or null."""
     content = message.get("content")

@@ -243,7 +243,7 @@ class SimulatedParityCheck:
 
     def score_samples(self, version: WeightVersion, batch: StoredBatch) -> None:
         del version, batch
-        self._spend("parity_check", lambda: self._seconds)
+        self._spend("parity check", lambda: self._seconds)
 
     def score_sequences(self, version: WeightVersion, batch: TrainBatch) -> None:
         del version, batch

@@ -27,7 +27,14 @@ from torch import Tensor
 from mcore_rl.device import gpu_ipc
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.device.pull_kernels import PullRows, PullTable
-from mcore_rl.weight_sync.link_end import LinkEnd, RankServer, connect, recv_table, send_table
+from mcore_rl.weight_sync.link_end import (
+    NUM_SETS,
+    LinkEnd,
+    RankServer,
+    connect,
+    recv_table,
+    send_table,
+)
 from mcore_rl.weight_sync.placed_bucket import BucketEnd, RankBucket
 from mcore_rl.weight_sync.pulled_bucket import (
     HeldRows,
@@ -51,7 +58,6 @@ _OFFER = struct.Struct("qqqq")
 """Version, number of the set of tensors, storages, slices of the table; 0 slices: none follows."""
 _HANDLE = struct.Struct("64sq")
 """A storage's handle, and its offset in the allocation that the handle opens."""
-_NUM_SETS = 2
 _PURPOSE = "ask for its storages"
 
 Peers = dict[int, socket.socket]
@@ -146,7 +152,7 @@ class Offers:
         data = b"".join(_HANDLE.pack(*each) for each in handles)
         num_slices = 0
         if number not in self._known:
-            self._known = [*self._known[1 - _NUM_SETS :], number]
+            self._known = [*self._known[1 - NUM_SETS :], number]
             sources = Sources.join(slices)
             num_slices = len(sources.counts)
             data += sources.counts.tobytes() + sources.parts.tobytes()
@@ -179,7 +185,7 @@ class Access:
         offered, number, num_storages, num_slices = _OFFER.unpack(data)
         handles_bytes = num_storages * _HANDLE.size
         if num_slices:
-            self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
+            self._tables = dict([*self._tables.items()][1 - NUM_SETS :])
             self._tables[number] = _decode(table[handles_bytes:], num_slices)
         if offered != version:
             raise TransferError(f"{name} offers version {offered}, not version {version}")
@@ -314,7 +320,7 @@ class PullTransport(SharedMemoryTransport):
             multipliers_W = make_row_multipliers(self._stream.device)
             copying = not self._end.is_sender
             table = PullTable(list_rows(), num_slices, multipliers_W, copying=copying)
-            self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
+            self._tables = dict([*self._tables.items()][1 - NUM_SETS :])
             self._tables[key] = table
         return self._tables[key]
 

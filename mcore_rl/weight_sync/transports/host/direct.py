@@ -33,7 +33,7 @@ from torch import Tensor
 from mcore_rl.device.gpu_memory import DeviceStream
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, Bucket, BucketPiece
-from mcore_rl.weight_sync.link_end import LinkEnd, connect, recv_table, send_table
+from mcore_rl.weight_sync.link_end import NUM_SETS, LinkEnd, connect, recv_table, send_table
 from mcore_rl.weight_sync.placed_bucket import BucketEnd, Holding, PlacedBucket, RankBucket
 from mcore_rl.weight_sync.transports.host.one_pass import OnePass, Targets, are_rows
 from mcore_rl.weight_sync.transports.host.segment import Segment, map_segment, populate
@@ -46,7 +46,6 @@ _OFFER = struct.Struct("qq")
 """Bytes of the two segments; 0 for the first means no access."""
 _GRANT = struct.Struct("qqq")
 """Version, number of the set of tensors, slices of the table that follows; 0: no table follows."""
-_NUM_SETS = 2
 _MOVE_FIELDS = 6
 _ADDRESS, _OWN_STRIDE, _AT, _STRIDE, _ROWS, _ROW_BYTES = range(_MOVE_FIELDS)
 
@@ -220,7 +219,7 @@ class WriteGrants:
         table = b""
         if number not in self._known:
             table = self._encode(targets)
-            self._known = [*self._known[1 - _NUM_SETS :], number]
+            self._known = [*self._known[1 - NUM_SETS :], number]
         message = _GRANT.pack(version, number, len(targets.counts) if table else 0)
         if table:
             send_table(self._peer, message, table, "mcore_rl_targets")
@@ -263,7 +262,7 @@ class WriteAccess:
         peer = socket.socket(socket.AF_UNIX)
         try:
             connect(peer, end, server)
-            data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, _NUM_SETS)
+            data, descriptors, _, _ = socket.recv_fds(peer, _OFFER.size, NUM_SETS)
             if len(data) < _OFFER.size:
                 raise ConnectionResetError("the process is gone")
         except OSError as error:
@@ -290,7 +289,7 @@ class WriteAccess:
         data, table = recv_table(self._end, self._peer, _GRANT.size, what, deadline_s, failure)
         granted, number, num_slices = _GRANT.unpack(data)
         if num_slices:
-            self._tables = dict([*self._tables.items()][1 - _NUM_SETS :])
+            self._tables = dict([*self._tables.items()][1 - NUM_SETS :])
             self._tables[number] = self._decode(np.frombuffer(table, np.int64), num_slices)
         if granted != version:
             raise TransferError(f"{name} waits for version {granted}, not for version {version}")

@@ -22,9 +22,7 @@ from torch import Tensor
 from mcore_rl.device.native import load
 from mcore_rl.types import Array
 from mcore_rl.weight_sync.buckets import HEADER_WORDS, BucketPiece
-from mcore_rl.weight_sync.verify import ROW_WORDS, WORD_BYTES
-
-_ROW_BYTES = ROW_WORDS * WORD_BYTES
+from mcore_rl.weight_sync.verify import ROW_BYTES, WORD_BYTES
 
 _LEAST_ROW_BYTES = 64
 """The shortest row that compiled code moves if rows lie at more than one distance."""
@@ -80,7 +78,7 @@ class OnePass:
                 moves[index] += found
                 self._own.append(own)
         slices = [
-            (piece.first_word * WORD_BYTES, piece.num_bytes, piece.num_rows * _ROW_BYTES, len(own))
+            (piece.first_word * WORD_BYTES, piece.num_bytes, piece.num_rows * ROW_BYTES, len(own))
             for piece, own in zip(pieces, moves, strict=True)
         ]
         self._slices = np.array(slices, np.int64)
