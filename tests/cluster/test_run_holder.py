@@ -72,7 +72,7 @@ def run_earlier(tmp_path: Path) -> Earlier:
     def run(name: str, *dies: str) -> list[int]:
         script = EARLIER.replace("ADDRESS", ray.get_runtime_context().gcs_address)
         words = [sys.executable, "-c", script, name, str(tmp_path), *dies]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=240)
         assert done.returncode == (-9 if dies else 0), done.stderr
         return [int(pid) for pid in done.stdout.splitlines()[0].split()]
 

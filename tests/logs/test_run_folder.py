@@ -176,7 +176,7 @@ def test_a_process_whose_folder_another_host_took_ends_at_once(tmp_path: Path) -
     with start_holder(HOLDER, tmp_path) as holder:
         taken = json.loads(lease.read_text()) | {"mark": "m", "holder": "process 7 on other"}
         lease.write_text(json.dumps(taken))
-        _, errors = holder.communicate(timeout=60)
+        _, errors = holder.communicate(timeout=240)
         assert holder.returncode == 1
     assert f"{lease} was taken over by process 7 on other: this process ends" in errors.decode()
     assert json.loads(lease.read_text()) == taken

@@ -54,7 +54,7 @@ time.sleep(20)
 
 def run(where: str, kind: str, number: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", FORKS, where, kind, number]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
@@ -69,7 +69,7 @@ def test_a_signal_during_a_fork_ends_the_process_after_it(
 
 def test_python_alone_drops_it_and_keeps_the_lock() -> None:
     command = [sys.executable, "-c", FORKS.replace("time.sleep(20)", ""), "after", "plain"]
-    done = subprocess.run([*command, "SIGTERM"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "SIGTERM"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stdout == "lock False\n"
     assert "Exception ignored" in done.stderr
 
@@ -91,5 +91,7 @@ except KeyboardInterrupt:
 
 
 def test_a_signal_at_any_other_time_is_answered_at_once() -> None:
-    done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", LATER], capture_output=True, text=True, timeout=240
+    )
     assert done.stdout == "at once\n"

@@ -60,7 +60,7 @@ def test_processes_that_look_at_once_never_get_the_same_port_nor_a_derived_one()
             found += map(int, search.stdout.readline().split())
     finally:
         for search in searches:
-            search.communicate("\n", timeout=30)
+            search.communicate("\n", timeout=120)
     assert len(found) == 60
     bound = [{port + derived for derived in network._DERIVED_PORTS} for port in found]
     for one, other in combinations(bound, 2):

@@ -75,7 +75,7 @@ class Command:
 
     def end(self) -> tuple[int, str]:
         """Return the exit status, and what was told."""
-        _, told = self.process.communicate(timeout=30)
+        _, told = self.process.communicate(timeout=120)
         return self.process.returncode, told
 
     def list_found(self) -> list[tuple[str, ...]]:

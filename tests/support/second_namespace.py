@@ -62,7 +62,7 @@ def neighbor() -> Iterator[Neighbor]:
                 [*inside, "ip", "address", "add", f"{THEIR_ADDRESS}/30", "dev", theirs],
                 [*inside, "ip", "link", "set", theirs, "up"],
             ):
-                subprocess.run(command, capture_output=True, timeout=20, check=True)
+                subprocess.run(command, capture_output=True, timeout=120, check=True)
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no second network namespace: {error}")
         yield Neighbor(holder.pid)
@@ -70,4 +70,4 @@ def neighbor() -> Iterator[Neighbor]:
         holder.kill()
         holder.wait()
         with contextlib.suppress(FileNotFoundError):
-            subprocess.run(["ip", "link", "delete", ours], capture_output=True, timeout=20)
+            subprocess.run(["ip", "link", "delete", ours], capture_output=True, timeout=120)

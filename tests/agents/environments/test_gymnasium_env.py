@@ -17,7 +17,7 @@ def by_hand(code: str) -> str:
     """Return what gymnasium itself prints."""
     code = f"import gymnasium, numpy as np\n{code}"
     return subprocess.run(
-        [PYTHON, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [PYTHON, "-c", code], capture_output=True, text=True, timeout=240, check=True
     ).stdout.strip()
 
 

@@ -93,7 +93,7 @@ def test_a_users_advantage_needs_its_file_in_the_controller_only(tmp_path: Path)
         " print(a.compute_from_samples(scores, rows).tolist())"
     )
     command = [sys.executable, "-c", code, str(there)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [reward - 1 for reward in scores.rewards_N]
     with pytest.raises(ValueError, match=r"forgets_to_spread returned shape \(1,\) for 15 samples"):
