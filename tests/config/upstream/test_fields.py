@@ -3,7 +3,6 @@
 import dataclasses
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -77,15 +76,16 @@ def test_fields_are_those_of_sglangs_server() -> None:
 
 def test_reading_takes_no_import_and_little_time() -> None:
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from mcore_rl.config.upstream.fields import SERVER, TRANSFORMER, read_fields\n"
         "assert read_fields(SERVER) and read_fields(TRANSFORMER)\n"
-        "print([name for name in ('torch', 'sglang', 'megatron') if name in sys.modules])"
+        "print([name for name in ('torch', 'sglang', 'megatron') if name in sys.modules])\n"
+        "print(time.process_time())"
     )
-    start = time.monotonic()
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["[]"]
-    assert time.monotonic() - start < 2
+    imported, spent_s = run.stdout.splitlines()
+    assert imported == "[]"
+    assert float(spent_s) < 3, "seconds of CPU: ten times what the start and the reading take"
 
 
 @pytest.mark.parametrize(
