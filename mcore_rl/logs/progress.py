@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 POLL_S = 1.0
 QUIET_S = 60.0
@@ -30,7 +30,7 @@ class RunStage:
     """A stage under way; `count` tells how far it is, if anybody counts."""
 
     name: str
-    began_s: float = field(default_factory=time.monotonic)
+    began_s: float
     count: Callable[[], str] | None = None
 
     def describe(self) -> str:
@@ -155,7 +155,7 @@ def note_printed() -> None:
 @contextmanager
 def tell_stage(name: str, *, is_told: bool = False) -> Iterator[None]:
     """Let the console know the stage; `is_told`: print its seconds once it is over."""
-    stage = RunStage(name)
+    stage = RunStage(name, time.monotonic())
     _stages.append(stage)
     try:
         yield
