@@ -61,7 +61,12 @@ class Countdown:
 
 
 class Coroutines:
-    """The same by coroutines; a closed episode appends to the file `closed_log`."""
+    """The same by coroutines; a closed episode appends to the file `closed_log`.
+
+    The answer MEET waits until ten episodes of the worker have got it.
+    """
+
+    ten = asyncio.Barrier(10)
 
     def __init__(self, closed_log: str = "") -> None:
         self.closed_log = closed_log
@@ -71,7 +76,10 @@ class Coroutines:
         return Start([{"role": "user", "content": "go"}], [{"type": "function"}])
 
     async def step(self, message: Message) -> Step:
-        await asyncio.sleep(float(message["content"]))
+        if message["content"] == "MEET":
+            await asyncio.wait_for(self.ten.wait(), 20)
+        else:
+            await asyncio.sleep(float(message["content"]))
         return Step(done=True, end_reason="parse_error")
 
     async def close(self) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 import os
+import threading
 import time
 from typing import Any, Literal
 
 HERE = os.path.abspath(__file__)
+MEETING = threading.Barrier(3, timeout=20)
 
 
 def add(first: int, second: int = 1) -> int:
@@ -35,6 +37,18 @@ def block(seconds: float) -> str:
     """Wait in a thread."""
     time.sleep(seconds)
     return "blocked"
+
+
+def meet() -> str:
+    """Wait in a thread until three calls are under way at once."""
+    MEETING.wait()
+    return "met"
+
+
+async def come() -> str:
+    """Wait for the others of `meet` without blocking the event loop."""
+    await asyncio.to_thread(MEETING.wait)
+    return "came"
 
 
 def long(kind: Literal["x", "y"], _task: dict[str, Any] | None = None) -> str:
