@@ -112,7 +112,7 @@ def test_an_episode_goes_on_until_its_environment_is_done() -> None:
         (["END aborted"], {}, "env_error", 1),
         (["go"], {"limits": EpisodeLimits(2, 50, 10_000)}, "max_turns", 2),
         (["go on and on"], {"limits": EpisodeLimits(9, 50, 45)}, "max_tokens", 2),
-        (["SLEEP 20"], {"deadline_s": 1.0}, "deadline", 1),
+        (["SLEEP 60"], {"deadline_s": 2.0}, "deadline", 1),
         (["SLEEP 20"], {"step_timeout_s": 0.5}, "env_error", 1),
     ],
 )
@@ -135,10 +135,10 @@ def test_an_answer_that_is_cut_off_has_the_numbers_that_its_episode_began_with(
 
 
 def test_a_wait_for_a_place_does_not_count_towards_the_deadline() -> None:
-    """Four episodes of a second each in one place, each with a deadline of 2.5 s."""
+    """Sixteen episodes of a quarter of a second, one after another: all of them take 4 s."""
     encode = partial(TOKENIZER.encode, add_special_tokens=False)
     chat = ChatFormat(TOKENIZER, stop_ids("qwen3"), reasoning="template", template_options={})
-    options = RunnerOptions(ROOMY, 2.5, 2)
+    options = RunnerOptions(ROOMY, 3.5, 2)
 
     async def run() -> list[Sample]:
         async with EnvironmentPool(
@@ -146,12 +146,12 @@ def test_a_wait_for_a_place_does_not_count_towards_the_deadline() -> None:
         ) as pool:
             runner = EpisodeRunner(COUNTDOWN, pool, chat, PlainParser(decode), decode, options)
             policies = [
-                StandInPolicy(["SLEEP 1", "go"], encode, stop_ids("qwen3")[0]) for _ in range(4)
+                StandInPolicy(["SLEEP 0.25", "go"], encode, stop_ids("qwen3")[0]) for _ in range(16)
             ]
             plays = (runner.run(PROMPT, i, i, policy) for i, policy in enumerate(policies))
             return await asyncio.gather(*plays)
 
-    assert [sample.finish_reason for sample in asyncio.run(run())] == ["done"] * 4
+    assert [sample.finish_reason for sample in asyncio.run(run())] == ["done"] * 16
 
 
 def test_an_environment_that_is_lost_is_tried_once_more() -> None:

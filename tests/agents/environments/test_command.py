@@ -91,17 +91,15 @@ def test_a_program_that_fails_has_no_reward_but_the_end_of_its_output():
 
 def test_a_program_past_its_deadline_is_killed_with_its_group(tmp_path):
     pids = tmp_path / "pids"
-    code = (
-        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen(['sleep', '300'])\n"
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\ntime.sleep(300)"
-    )
+    # A shell starts in milliseconds: the deadline counts from before that.
+    script = 'trap "" TERM; sleep 300 & echo "$$ $!" > "$0"; wait'
     began_s = time.monotonic()
-    result = run({"command": python(code)}, run_timeout_s=1.5)
+    result = run({"command": ["sh", "-c", script, str(pids)]}, run_timeout_s=1.5)
     assert (result.reward, result.end_reason) == (None, "deadline")
     assert result.detail == "it took more than 1.5 s"
-    assert time.monotonic() - began_s < 15
-    assert not all_gone([int(pid) for pid in pids.read_text().split()], within_s=0.5)
+    assert time.monotonic() - began_s < 60
+    leader, child = (int(pid) for pid in pids.read_text().split())
+    assert not all_gone([leader, child])
 
 
 def test_a_canceled_run_kills_the_program_and_gives_back_its_place(tmp_path):
