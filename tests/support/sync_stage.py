@@ -4,9 +4,10 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mcore_rl.rollout.engine import EngineProcess
 from mcore_rl.rollout.engine_spec import EngineSpec
+from mcore_rl.rollout.streamed_answer import StreamedAnswer, ask_for_parts
 from mcore_rl.weight_sync.controller.engine_control import LOADER
 from mcore_rl.weight_sync.controller.sync import SyncController
 from tests.support.engine_keys import KEYS
@@ -25,6 +27,7 @@ from tests.support.trainer_processes import ProcessRanks
 
 PROMPT = list(range(10, 22))
 """Token ids"""
+PART_LEN = 8
 
 
 @dataclass(frozen=True)
@@ -97,15 +100,20 @@ def open_stage(folder: Path, engine_sizes: Sequence[int], timeout_s: float) -> I
             engine.stop()
 
 
-def call(url: str, path: str, **body: Any) -> Any:
-    """POST `body` as JSON with the admin key; the answer, also of an HTTP error."""
+def post(url: str, path: str, **body: Any) -> bytes:
+    """POST `body` as JSON with the admin key; return the answer, also of an HTTP error."""
     headers = {"Content-Type": "application/json", **KEYS.admin_headers}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
-            return json.loads(response.read())
+            return response.read()
     except urllib.error.HTTPError as error:
-        return json.loads(error.read())
+        return error.read()
+
+
+def call(url: str, path: str, **body: Any) -> Any:
+    """Do as `post` does, and return the JSON of the answer."""
+    return json.loads(post(url, path, **body))
 
 
 def served_version(url: str) -> str:
@@ -128,11 +136,41 @@ def checksums_after_loading(url: str, checkpoint: Path) -> list[dict[str, str]]:
     return checksums(url)
 
 
-def generate(url: str, max_new_tokens: int = 8, **more: Any) -> Any:
-    """The engine's answer to PROMPT, sampled greedily, with log-probs; `more` fields are sent."""
+def make_body(max_new_tokens: int, **more: Any) -> dict[str, Any]:
+    """Ask for tokens after PROMPT, sampled greedily, with log-probs; `more` fields are sent."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    return call(url, "/generate", **body, **more)
+    return {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, **more}
+
+
+def generate(url: str, max_new_tokens: int = 8, **more: Any) -> Any:
+    """Return the engine's answer to `make_body`."""
+    return call(url, "/generate", **make_body(max_new_tokens, **more))
+
+
+def generate_across(
+    url: str, change: Callable[[], Any], max_new_tokens: int, until: str | None = None
+) -> Any:
+    """Return an answer as `generate` does; `change` is called once PART_LEN tokens are drawn.
+
+    `until`: the engine is told to end the answer once as many tokens have this version.
+    """
+    body = json.dumps(ask_for_parts(make_body(max_new_tokens), PART_LEN)).encode()
+    headers = {"Content-Type": "application/json", **KEYS.user_headers}
+    streamed = StreamedAnswer()
+    request = urllib.request.Request(f"{url}/generate", body, headers)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = (line.removeprefix(b"data: ") for line in response if line.strip())
+        parts = (json.loads(line) for line in lines if line.strip() != b"[DONE]")
+        for part in islice(parts, 2):
+            streamed.add(part)
+        change()
+        for part in parts:
+            streamed.add(part)
+            span = part["meta_info"]["weight_versions"][-1]
+            if span["version"] == until and span["end"] - span["start"] >= PART_LEN:
+                until = None
+                post(url, "/abort_request", abort_all=True)
+    return streamed.make_answer()
 
 
 def logprob_error(checkpoint: Path, answer: Any) -> float:

@@ -2,9 +2,7 @@
 
 import asyncio
 import shutil
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +29,20 @@ from mcore_rl.weights.lora.facts import AdapterFacts
 from mcore_rl.weights.lora.places import Content, Held, make_stamp_shard
 from mcore_rl.weights.lora.product import add_product
 from tests.support.engine_keys import KEYS
-from tests.support.sync_stage import PROMPT, call, generate, logprob_error, served_version
+from tests.support.sync_stage import (
+    PROMPT,
+    generate,
+    generate_across,
+    logprob_error,
+    served_version,
+)
 from tests.support.thread_engines import ThreadTrainers
 from tests.support.tiny_models import write_model
 
 pytestmark = pytest.mark.e2e
 EXACT = 1e-4
 """Rounding over 200 tokens reaches 1.3e-5; another version is off by more than 1e-2."""
-NUM_DRAWN = 200
+MAX_LEN = 2048
 LORA = LoraConfig(
     rank=4,
     rslora=True,
@@ -127,7 +131,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("versions")
-    base = write_model("qwen3", folder / "base")
+    base = write_model("qwen3", folder / "base", max_position_embeddings=MAX_LEN)
     policy = ModelFacts.read(str(base))
     engine = EngineProcess(
         EngineSpec(
@@ -156,19 +160,6 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield Stage(base, engine, trainer, controller, folder)
     finally:
         engine.stop()
-
-
-def sync_in_flight(url: str, sync: Callable[[], Any]) -> Any:
-    """The answer to a request that is being drawn while `sync` is called."""
-    sampling = {"temperature": 0, "ignore_eos": True, "max_new_tokens": NUM_DRAWN}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(lambda: call(url, "/generate", **body))
-        time.sleep(0.2)
-        generate(url, 1)  # It is answered once the other request is being drawn.
-        assert not answer.done()
-        assert not sync().failed
-        return answer.result(60)
 
 
 def check_spans(answer: Any, merged: dict[int, Path]) -> None:
@@ -204,7 +195,10 @@ def test_versions_of_an_adapter_reach_requests_in_flight_and_no_older_prefix(sta
     assert "lora_path='another': one of policy, base" in str(generate(url, lora_path="another"))
 
     stage.prepare(2)
-    moved = sync_in_flight(url, lambda: stage.sync(2))
+    reports = []
+    most = MAX_LEN - len(PROMPT) - 1  # the answer ends earlier, unless the sync waits for it
+    moved = generate_across(url, lambda: reports.append(stage.sync(2)), most, until="2")
+    assert not reports[0].failed
     check_spans(moved, stage.merged)
     # The prompt's prefix was cached with the version before, and with the weights alone.
     assert logprob_error(stage.merged[2], generate(url)) < EXACT

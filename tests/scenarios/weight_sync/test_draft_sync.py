@@ -76,9 +76,17 @@ class Trainer:
         parameters = {"temperature": temperature, "max_new_tokens": num_tokens, "ignore_eos": True}
         prompts = PROMPTS[:num_prompts]
         asked = {"input_ids": prompts, "sampling_params": parameters, "return_logprob": True}
+        return self._ask("/generate", json.dumps(asked).encode())
+
+    def wait_until_drawing(self) -> None:
+        """Wait until the engine is drawing tokens."""
+        until_s = time.monotonic() + DEADLINE_S
+        while not any(load["num_running_reqs"] for load in self._ask("/v1/loads")["loads"]):
+            assert time.monotonic() < until_s
+
+    def _ask(self, path: str, body: bytes | None = None) -> Any:
         headers = {"Content-Type": "application/json", **KEYS.user_headers}
-        url = f"{self.engine.url}/generate"
-        request = urllib.request.Request(url, json.dumps(asked).encode(), headers)
+        request = urllib.request.Request(f"{self.engine.url}{path}", body, headers)
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
             return json.load(response)
 
@@ -243,7 +251,7 @@ def test_weights_change_within_responses(trainer: Trainer) -> None:
     following = trainer.connect(2)
     with ThreadPoolExecutor(1) as pool:
         drawing = pool.submit(trainer.draw, 1.0, 240)
-        time.sleep(0.2)
+        trainer.wait_until_drawing()
         trainer.sync(2, following)
         answers = drawing.result()
     spans = [answer["meta_info"]["weight_versions"] for answer in answers]

@@ -2,10 +2,7 @@
 
 import asyncio
 import math
-import threading
-import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,15 @@ from tests.support.sync_stage import (
     checksums,
     checksums_after_loading,
     generate,
+    generate_across,
     logprob_error,
     open_stage,
     served_version,
 )
 
 pytestmark = pytest.mark.e2e
+MOST_TOKENS = 1000
+"""The model has positions for a few more."""
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +58,10 @@ def test_every_parameter_is_bit_for_bit_what_sglang_itself_loads_from_the_checkp
 
 
 def test_engines_release_memory_once_idle_and_serve_again_after_a_sync(stage: Stage) -> None:
-    memory = EngineMemory(stage.urls, timeout_s=30, keys=KEYS)
+    memory = EngineMemory(stage.urls, timeout_s=120, keys=KEYS)
     stage.sync(1)
-    answers: list[Any] = []
-    request = threading.Thread(
-        target=lambda: answers.append(generate(stage.urls[0], max_new_tokens=900))
-    )
-    request.start()
-    time.sleep(0.5)
-    asyncio.run(memory.for_training())
-    request.join(1)
-    assert [len(answer["output_ids"]) for answer in answers] == [900]
+    answer = generate_across(stage.urls[0], lambda: asyncio.run(memory.for_training()), 200)
+    assert len(answer["output_ids"]) == 200
     asyncio.run(memory.for_training())
     with pytest.raises(AssertionError, match="after a sync only"):
         asyncio.run(memory.for_rollout())
@@ -84,25 +77,22 @@ def test_engines_release_memory_once_idle_and_serve_again_after_a_sync(stage: St
 def test_requests_in_flight_continue_with_the_new_weights_and_say_from_which_token(
     stage: Stage,
 ) -> None:
-    answers: list[Any] = []
     stage.sync(2)
+    stage.ranks.load(stage.checkpoints[1])
     url = stage.urls[-1]  # that of two ranks, which takes longer for an answer
-    request = threading.Thread(target=lambda: answers.append(generate(url, max_new_tokens=400)))
-    request.start()
-    time.sleep(0.5)
-    stage.sync(3)
-    request.join(60)
-    (answer,) = answers
-    assert len(answer["output_ids"]) == 400
+    answer = generate_across(
+        url, lambda: asyncio.run(stage.sync_controller.sync(3)), MOST_TOKENS, until="3"
+    )
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["2", "3"]
+    assert spans[-1]["end"] == len(answer["output_ids"]) < MOST_TOKENS
 
 
 def test_a_sync_of_a_tiny_model_takes_little_time(stage: Stage) -> None:
     stage.sync(3)
     seconds = sorted(asyncio.run(stage.sync_controller.sync(3)).seconds for _ in range(10))
     print(f"seconds per sync: median {seconds[5]:.3f}, least {seconds[0]:.3f}")
-    assert seconds[0] < 0.5
+    assert seconds[0] < 2
     for engine in stage.sync_controller._engines.values():
         assert engine.store.num_keys < 20
 
