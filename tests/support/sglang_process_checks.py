@@ -76,9 +76,9 @@ def check_compute_prompts_once():
 def check_wait_for_requests():
     import zmq
     from sglang.srt.managers.data_parallel_controller import DataParallelController
-    from sglang_on_cpu.data_parallel import wait_for_requests
+    from sglang_on_cpu import data_parallel
 
-    context, dealt = zmq.Context(), []
+    context, turns = zmq.Context(), []
     inbox, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     inbox.bind("inproc://requests")
     sender.connect("inproc://requests")
@@ -87,34 +87,35 @@ def check_wait_for_requests():
         pass
 
     def deal_out(request):
-        dealt.append((request, time.monotonic()))
-        if request == "stop":
-            raise Stopped
+        raise Stopped
 
     def loop():
-        fed = SimpleNamespace(feed=lambda: None)
+        fed = SimpleNamespace(feed=lambda: turns.append(None))
         this = SimpleNamespace(
             soft_watchdog=fed, recv_from_tokenizer=inbox, _request_dispatcher=deal_out
         )
         with contextlib.suppress(Stopped):
             DataParallelController.event_loop(this)
 
-    def cpu_share(seconds):
-        thread = threading.Thread(target=loop)
+    def count_turns(most, seconds):
+        """Return how often the loop looks for a request in this time, or more than `most`."""
+        turns.clear()
+        thread = threading.Thread(target=loop, daemon=True)
         thread.start()
-        began_s, cpu_s = time.monotonic(), time.process_time()
-        time.sleep(seconds)
-        share = (time.process_time() - cpu_s) / (time.monotonic() - began_s)
-        sent_s = time.monotonic()
+        until_s = time.monotonic() + seconds
+        while len(turns) <= most and time.monotonic() < until_s:
+            time.sleep(0.01)
+        num_turns = len(turns)
         sender.send_pyobj("stop")
-        thread.join()
-        assert dealt[-1][1] - sent_s < 0.5
-        return share
+        thread.join(30)
+        assert not thread.is_alive(), "a request does not end the wait"
+        return num_turns
 
-    polling = cpu_share(0.5)
-    assert_defect("wait_for_requests", polling > 0.1)
-    wait_for_requests()
-    assert cpu_share(0.5) < 0.1 * polling
+    assert_defect("wait_for_requests", count_turns(100, seconds=10) > 100)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(data_parallel, "LONGEST_WAIT_MS", 60_000)
+        data_parallel.wait_for_requests()
+        assert count_turns(1, seconds=0.3) <= 1
 
 
 def check_fork_workers():
