@@ -91,7 +91,7 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         group.call_all("fail", 1, deadline_s=60)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     first, *frames = str(caught.value).splitlines()
     assert (
         first
@@ -113,7 +113,10 @@ def test_an_exception_names_its_rank_and_shows_only_our_frames(make_group) -> No
         pytest.param("segfault", "killed, crashed", marks=pytest.mark.slow),
     ],
 )
-def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: str, capfd) -> None:
+def test_a_death_is_told_first_and_ends_the_group(
+    make_group, how: str, cause: str, capfd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_rl.cluster.answers.GRACE_S", 50.0)
     group = make_group(3)
     pids = group.pids()
     began = time.monotonic()
@@ -121,7 +124,7 @@ def test_a_death_is_told_first_and_ends_the_group(make_group, how: str, cause: s
         RankError, match=rf"^trainer rank 2 died \({cause}.*\) during die; log .*rank2.log$"
     ):
         asyncio.run(group.call_all_async("die", 2, how, deadline_s=60))
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     assert wait_until_gone(pids) == []
     assert capfd.readouterr() == ("", "")
     if how == "segfault":
@@ -178,7 +181,7 @@ def test_a_watch_ends_work_that_needs_a_dead_process(make_group, victim: str) ->
     }
     with pytest.raises(RankError, match=expected[victim]):
         asyncio.run(guard(work(), group.watch("check", call_timeout_s=60)))
-    assert time.monotonic() - killed[0] < 4
+    assert time.monotonic() - killed[0] < 30
     assert wait_until_gone(pids["rank"]) == []
     os.kill(pids["child"][0], signal.SIGKILL)
 

@@ -332,7 +332,11 @@ def test_engines_are_added_and_taken_out(run: Run) -> None:
     assert asyncio.run(change()) == [2, 1], "it takes the place of the one before"
 
 
-def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(run: Run) -> None:
+def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcore_rl.cluster.answers.GRACE_S", 50.0)
+
     async def wait() -> None:
         await asyncio.sleep(60)
 
@@ -340,7 +344,7 @@ def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(run: Ru
     began = time.monotonic()
     with pytest.raises(RankError, match=r"engine rank 0 died \(killed, "):
         asyncio.run(guard(wait(), run.trainer.watch(), run.engines.watch()))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
 
     victim = run.trainer.pids()[1]
     os.kill(victim, signal.SIGSTOP)  # so that the other rank waits for it in a collective
@@ -349,4 +353,4 @@ def test_a_worker_lost_once_too_often_and_a_killed_rank_are_told_at_once(run: Ru
     with pytest.raises(RankError, match=r"trainer rank 1 \(dp 1 tp 0 pp 0 cp 0 ep 1\) died"):
         batches = [[make_batch(0)], [make_batch(1)]]
         run.trainer.train_step(batches, temperature=1.0, num_tokens=2 * sum(LENS))
-    assert 2 <= time.monotonic() - began < 10
+    assert 2 <= time.monotonic() - began < 40
