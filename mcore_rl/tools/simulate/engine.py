@@ -439,19 +439,19 @@ class SimulatedCollector:
             self._loop.create_task(self._collector.close(), context=self._context.copy())
 
     async def submit(self, commands: CollectorCommands) -> None:
-        await self._call(self._collector.submit(commands))
+        await self._call(self._collector.submit, commands)
 
     async def poll_events(self, wait_s: float, gather_s: float) -> CollectorEvents:
-        return await self._call(self._collector.poll_events(wait_s, gather_s))
+        return await self._call(self._collector.poll_events, wait_s, gather_s)
 
     async def hold(self, session: int, cut_off: bool) -> int:
-        return await self._call(self._collector.hold(session, cut_off))
+        return await self._call(self._collector.hold, session, cut_off)
 
     async def resume(self, session: int) -> None:
-        await self._call(self._collector.resume(session))
+        await self._call(self._collector.resume, session)
 
     async def idle_seconds(self) -> float:
-        return await self._call(self._collector.idle_seconds())
+        return await self._call(self._collector.idle_seconds)
 
     async def restart(self, first_group: int) -> bool:
         if self._returns_after_s is None:
@@ -462,11 +462,10 @@ class SimulatedCollector:
         self._lost = self._loop.create_future()
         return True
 
-    async def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+    async def _call(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: object) -> Any:
         if self._lost.done():
-            work.close()
             return self._lost.result()
-        task = self._loop.create_task(_after(CALL_S, work), context=self._context.copy())
+        task = self._loop.create_task(_call_later(work, *args), context=self._context.copy())
         await asyncio.wait([task, self._lost], return_when=asyncio.FIRST_COMPLETED)
         if self._lost.done():
             task.cancel()
@@ -474,6 +473,6 @@ class SimulatedCollector:
         return await task
 
 
-async def _after(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
-    await asyncio.sleep(seconds)
-    return await work
+async def _call_later(work: Callable[..., Coroutine[Any, Any, Any]], *args: object) -> Any:
+    await asyncio.sleep(CALL_S)
+    return await work(*args)

@@ -1,6 +1,8 @@
 """Collectors and transport of a simulation run the real ones' code."""
 
 import asyncio
+import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -138,3 +140,27 @@ def test_a_lost_collector_returns_without_samples_where_a_machine_is_spare(
         assert collector.store.num_groups == 1
 
     loop.run_until_complete(lose_and_return())
+
+
+def test_a_call_that_ends_on_its_way_never_begins(loop: VirtualLoop) -> None:
+    transport = SimulatedTransport(
+        {}, Workload(CONFIG.simulate, CONFIG.rollout.max_response_len, CONFIG.run.seed)
+    )
+    address = [EngineAddress("http://e", "")]
+    collector = SimulatedCollector(loop, CONFIG.rollout, address, ["http://e"], transport)
+
+    async def end() -> None:
+        asking = asyncio.ensure_future(collector.poll_events(1000, 0))
+        await asyncio.sleep(CALL_S / 2)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert asking in others and len(others) == 2
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
+
+    gc.collect()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        loop.run_until_complete(end())
+        gc.collect()
+    assert not [each for each in told if "never awaited" in str(each.message)]
