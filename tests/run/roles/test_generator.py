@@ -1,7 +1,5 @@
 """Prompts in, samples out, through the loss of engines."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -10,8 +8,10 @@ import pytest
 
 from mcore_rl.cluster.answers import RankLostError
 from mcore_rl.config import EvalConfig, RolloutConfig
+from mcore_rl.process.clock import replace_clock
 from mcore_rl.process.event_loop import EventLoop
 from mcore_rl.rollout.client import RolloutClient
+from mcore_rl.rollout.engine_health import EngineHealth
 from mcore_rl.rollout.request import Sampling
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.run.roles.generator import (
@@ -150,30 +150,55 @@ def test_prompts_are_sampled_again_after_ranks_were_recovered_that_an_engine_nee
     assert list(map(str, recovery.errors)) == ["trainer rank 0 died"] and prepared == [0, 1]
 
 
-def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop) -> None:
+class Clock:
+    """Stands still but when it is told to go on."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+
+    def answer_after(self, engine: FakeSGLang, seconds: float) -> None:
+        """Let so many seconds pass while the engine answers a request for a sample."""
+
+        def answer(body: object) -> None:
+            self.at_s += seconds
+
+        engine.answer = answer
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with replace_clock(lambda: clock.at_s):
+        yield clock
+
+
+def test_the_idle_share_is_of_the_time_since_the_last_call(loop: EventLoop, clock: Clock) -> None:
+    """The engine is idle for 10 s; then for another one, before it takes 3 s for 12 samples."""
     engine = FakeSGLang(loop)
-    engine.num_free = 0
     generator = make_generator(loop, engine)
-    time.sleep(0.1)
-    assert generator.measure_engines() == {"idle/engines": pytest.approx(1.0, abs=0.1)}
-    threading.Timer(0.5, engine.resume).start()
+    clock.at_s += 10.0
+    assert generator.measure_engines() == {"idle/engines": 1.0}
+    clock.at_s += 1.0
+    clock.answer_after(engine, 0.25)
     generator.generate(PROMPTS, 4, greedy=False, seed=0)
-    measured = generator.measure_engines()
-    assert measured["idle/engines"] < 0.5 and "engines/lag" not in measured, "it has no others"
+    assert generator.measure_engines() == {"idle/engines": 0.25}, "it has no others to lag behind"
 
 
-def test_the_engine_that_takes_longest_for_a_token_is_named(loop: EventLoop) -> None:
-    """Engine 1 answers at once, engine 2 half a second later."""
+def test_the_engine_that_takes_longest_for_a_token_is_named(loop: EventLoop, clock: Clock) -> None:
+    """Engine 1 takes a second for a sample, engine 2 takes 6 s; they serve one after the other."""
     engines = [FakeSGLang(loop), FakeSGLang(loop)]
     addresses = [replace(engine.address, number=1 + k) for k, engine in enumerate(engines)]
+    health = EngineHealth([engine.url for engine in engines])
     transport = HttpOptions.make(CONFIG, [9], str).open
-    client = StoringClient(RolloutClient(addresses, CONFIG, transport))
+    client = StoringClient(RolloutClient(addresses, CONFIG, transport, health))
     generator = EngineGenerator(client, CONFIG, loop.run)
-    engines[1].num_free = 0
-    threading.Timer(0.5, engines[1].resume).start()
-    generator.generate(PROMPTS, 4, greedy=False, seed=0)
+    for engine, seconds in zip(engines, (1.0, 6.0), strict=True):
+        health.set_serving([engine.url], {})
+        clock.answer_after(engine, seconds)
+        generator.generate(PROMPTS[:1], 1, greedy=False, seed=0)
     measured = generator.measure_engines()
-    assert measured["engines/lag"] > 2 and measured["engines/slowest"] == 2.0
+    assert measured == {"idle/engines": 0.5, "engines/lag": 6.0, "engines/slowest": 2.0}
+    clock.at_s += 1.0
     assert "engines/lag" not in generator.measure_engines(), "since the last call"
 
 
