@@ -1,7 +1,7 @@
 """A session posts requests while it may, and while engines have room in their KV caches."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -30,9 +30,28 @@ def make_client(engine: FakeSGLang, **options: float) -> RolloutClient:
     return RolloutClient([engine.address], config, HttpOptions.make(config, [9], str).open)
 
 
-async def begin(session: RolloutSession) -> "asyncio.Task[list[Sample]]":
+async def wait_until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+async def wait_for_free_kv(session: RolloutSession, engine: FakeSGLang) -> None:
+    """Wait until the session knows what an engine tells of its KV cache; one may tell nothing."""
+    assert session._admission is not None
+    known = session._admission._monitor._free
+    await wait_until(lambda: engine.url in known)
+
+
+async def begin(
+    session: RolloutSession, engine: FakeSGLang, num_posted: int
+) -> "asyncio.Task[list[Sample]]":
+    """Have the prompts sampled, of which so many requests reach the engine and no more."""
     work = asyncio.create_task(session.generate(PROMPTS, 1, SAMPLING))
-    await asyncio.sleep(0.3)
+    await wait_until(
+        lambda: len(engine.sampled) >= num_posted and len(engine.sampled) + session.num_waiting == 4
+    )
+    await asyncio.sleep(0.2)
+    assert (len(engine.sampled), session.num_waiting) == (num_posted, 4 - num_posted)
     return work
 
 
@@ -48,13 +67,10 @@ def test_requests_wait_while_the_engine_has_too_little_room(
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), client.open() as session:
-            await asyncio.sleep(0.3)  # the engine has told
-            work = await begin(session)
-            assert len(engine.sampled) == num_posted
-            assert session.num_waiting == 4 - num_posted
+            await wait_for_free_kv(session, engine)
+            work = await begin(session, engine, num_posted)
             engine.free_kv = 100
-            while len(engine.sampled) < 4:
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: len(engine.sampled) == 4)
             await engine.let_go()
             assert len(await work) == 4
             assert session.num_waiting == 0
@@ -70,8 +86,7 @@ def test_nothing_is_posted_while_the_session_is_held_also_with_room(loop: EventL
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), client.open() as session:
             await session.hold(cut_off=False)
-            work = await begin(session)
-            assert engine.sampled == [] and session.num_waiting == 4
+            work = await begin(session, engine, 0)
             await session.resume()
             assert len(await work) == 4
 
@@ -86,9 +101,8 @@ def test_requests_that_give_up_leave_the_queue(loop: EventLoop) -> None:
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), client.open() as session:
-            await asyncio.sleep(0.3)
-            work = await begin(session)
-            assert session.num_waiting == 3
+            await wait_for_free_kv(session, engine)
+            work = await begin(session, engine, 1)
             work.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await work

@@ -5,7 +5,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,14 +24,15 @@ RULE = "kl/ref > 0.2 for 1 step"
 
 
 @contextmanager
-def serve(answer_after_s: float = 0.0) -> Iterator[tuple[str, list[dict]]]:
-    """Yield the URL of a webhook and what it was sent."""
+def serve(may_answer: threading.Event | None = None) -> Iterator[tuple[str, list[dict]]]:
+    """Yield the URL of a webhook and what it was sent; it answers once it may."""
     got: list[dict] = []
 
     class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            time.sleep(answer_after_s)
+            if may_answer is not None:
+                may_answer.wait()
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -47,14 +48,26 @@ def serve(answer_after_s: float = 0.0) -> Iterator[tuple[str, list[dict]]]:
         server.server_close()
 
 
-def run(folder: Path, options: AlarmsConfig, values: list[float]) -> float:
-    """Log rows with these values; return the seconds that the rows took."""
+def run(
+    folder: Path,
+    options: AlarmsConfig,
+    values: list[float],
+    when_logged: Callable[[], None] = lambda: None,
+) -> None:
+    """Log rows with these values, and make a call before the end."""
     watch = AlarmWatch(folder, list_own(options), options)
     with MetricsLogger(folder, console=False, alarms=watch) as log:
-        begin = time.monotonic()
         for step, value in enumerate(values, start=1):
             log.log(step, {"kl/ref": value})
-        return time.monotonic() - begin
+        when_logged()
+
+
+def wait_for_count(things: Callable[[], Sized], num: int) -> None:
+    """Wait until there are so many things; a thread goes on after the end of a run."""
+    until_s = time.monotonic() + 60
+    while len(things()) < num and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(things()) == num
 
 
 def test_a_webhook_gets_the_onset_and_the_end(tmp_path: Path) -> None:
@@ -73,15 +86,30 @@ def test_a_webhook_gets_the_onset_and_the_end(tmp_path: Path) -> None:
     ]
 
 
-def test_a_webhook_that_does_not_answer_stops_nothing(
+def test_a_run_does_not_wait_for_a_webhook(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with serve(answer_after_s=2.0) as (url, got):
-        options = AlarmsConfig(when=[RULE], webhook=url, timeout_s=0.2)
-        assert run(tmp_path, options, [0.3, 0.1]) < 0.2, "the run does not wait"
-    assert len(got) == 2
-    told = [r.getMessage() for r in caplog.records if "alarms.webhook" in r.getMessage()]
-    assert len(told) == 2 and "secret-part" not in "".join(told)
+    """The webhook answers once all rows are logged; a run that waited would give up on each."""
+    are_logged = threading.Event()
+    with serve(are_logged) as (url, got):
+        options = AlarmsConfig(when=[RULE], webhook=url, timeout_s=20.0)
+        run(tmp_path, options, [0.3, 0.1], are_logged.set)
+    assert len(got) == 2 and "alarms.webhook" not in caplog.text
+
+
+def test_a_webhook_that_does_not_answer_is_told_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def list_told() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "alarms.webhook" in r.getMessage()]
+
+    is_over = threading.Event()
+    with serve(is_over) as (url, got):
+        run(tmp_path, AlarmsConfig(when=[RULE], webhook=url, timeout_s=0.2), [0.3, 0.1])
+        wait_for_count(lambda: got, 2)
+        wait_for_count(list_told, 2)
+        is_over.set()
+    assert "secret-part" not in "".join(list_told())
 
 
 def test_a_webhook_that_is_not_there_is_told_in_the_log(
@@ -104,11 +132,12 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = AlarmsConfig(when=[RULE], command=["sh", "-c", "sleep 60; true"], timeout_s=0.2)
+    told = "alarms.command=['sh', '-c', 'sleep 60; true'] ended with status -9"
     begin = time.monotonic()
     with caplog.at_level(logging.WARNING):
         run(tmp_path, options, [0.3])
-    assert time.monotonic() - begin < 20
-    assert "alarms.command=['sh', '-c', 'sleep 60; true'] ended with status -9" in caplog.text
+        wait_for_count(lambda: [r for r in caplog.records if told in r.getMessage()], 1)
+    assert time.monotonic() - begin < 50
 
 
 def test_the_webhook_is_written_nowhere(tmp_path: Path) -> None:
