@@ -30,7 +30,7 @@ from mcore_rl.rollout.streamed_answer import StreamedAnswer
 from mcore_rl.rollout.transport import HttpOptions, RolloutError
 from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 from tests.support.engine_keys import KEYS
-from tests.support.engines import EOS_ID, VOCAB_SIZE, idle_cpu_seconds, save_tiny_moe
+from tests.support.engines import EOS_ID, VOCAB_SIZE, measure_idle_cpu, save_tiny_moe
 from tests.support.sampled import logprob_error, make_prompts
 
 pytestmark = pytest.mark.e2e
@@ -275,13 +275,13 @@ def test_responses_that_an_engine_has_put_back_into_its_queue_begin_again(
 
 def test_an_idle_engine_leaves_the_cpu_alone(engine):
     generate(client_of(engine), make_prompts(4), 1, Sampling(max_response_len=4))
-    assert idle_cpu_seconds(engine.pid, 2.5) < 0.25
+    assert measure_idle_cpu(engine.pid, 2.5, enough_s=0.25) < 0.25
 
 
 def test_a_paused_engine_leaves_the_cpu_alone(engine):
     post(f"{engine.url}/pause_generation", mode="in_place")
     try:
-        assert idle_cpu_seconds(engine.pid, 2.5) < 0.25
+        assert measure_idle_cpu(engine.pid, 2.5, enough_s=0.25) < 0.25
     finally:
         post(f"{engine.url}/continue_generation")
 
@@ -311,7 +311,7 @@ def test_lost_engines(engine, others):
     start = time.monotonic()
     with pytest.raises(RolloutError, match=rf"{second.url} \(log .*second.log\).* failed 3 times"):
         generate(client_of(second), prompts[:2], 1, sampling)
-    assert time.monotonic() - start < 10.0
+    assert time.monotonic() - start < 30.0  # not rollout.request_timeout_s, 60 s
 
 
 @pytest.mark.slow
@@ -319,7 +319,7 @@ def test_two_ranks(model, others):
     engine = healthy(others["two_ranks"])
     samples = generate(client_of(engine), make_prompts(8), 2, Sampling(max_response_len=12, seed=0))
     assert logprob_error(model, samples) < 1e-4
-    assert idle_cpu_seconds(engine.pid, 5.0) < 1.0
+    assert measure_idle_cpu(engine.pid, 5.0, enough_s=1.0) < 1.0
 
 
 def test_an_engine_with_a_rank_that_hangs_is_silent_until_it_goes_on(others):
