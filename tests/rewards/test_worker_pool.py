@@ -61,8 +61,8 @@ def test_a_worker_that_ends_costs_its_sample_at_once(
     assert call(pool, tmp_path, ["a", "b"]) == [GOOD, GOOD]
     for _ in range(2):
         began_s = time.monotonic()
-        got = call(pool, tmp_path, ["a", text, "b", text, text, "c"])
-        assert time.monotonic() - began_s < 15.0  # not reward.timeout_s, 30 s
+        got = call(pool, tmp_path, ["a", text, "b", text, text, "c"], timeout_s=300.0)
+        assert time.monotonic() - began_s < 100.0  # not reward.timeout_s
         assert [got[i] for i in (0, 2, 5)] == [GOOD] * 3
         for i in (1, 3, 4):
             assert re.match(rf"RuntimeError: its process {how}: ", got[i])
@@ -114,8 +114,8 @@ def test_workers_and_their_processes_end_with_the_controller(tmp_path: Path) -> 
 
 
 def is_gone(pid: int) -> bool:
-    """Wait up to 20 s for a process to end."""
-    deadline_s = time.monotonic() + 20.0
+    """Wait up to 60 s for a process to end."""
+    deadline_s = time.monotonic() + 60.0
     while time.monotonic() < deadline_s:
         status = Path(f"/proc/{pid}/status")
         try:

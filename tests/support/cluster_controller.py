@@ -32,9 +32,9 @@ def main(log_dir: Path, then: str, stopped_s: float, shutdown_s: float) -> None:
     watchdog.STOPPED_S = stopped_s
     session.SHUTDOWN_S = shutdown_s
     with open_ray_session(ClusterConfig(object_store_mib=80), num_cpus=3):
-        [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=20)
+        [slots] = reserve([plan_ranks(2, 0.5, gpus_per_node=0)], timeout_s=60)
         group = RankGroup("trainer", slots, log_dir)
-        group.build(Worker, [(0,), (1,)], deadline_s=60)
+        group.build(Worker, [(0,), (1,)], deadline_s=120)
         group.call_all("start_child", deadline_s=60)
         tell_of_variables()
         print("ready", *group.pids(), flush=True)

@@ -33,7 +33,7 @@ PRELOAD = [
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0
 ) -> list[Any]:
     """Return fn(rank, world_size, port, *args) of `world_size` processes, in rank order.
 
@@ -89,7 +89,7 @@ def run_each(
     world_size: int,
     cases: Iterable[Any],
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 300.0,
 ) -> list[list[Any]]:
     """Return fn(rank, world_size, port, *args, case) by case, then by rank.
 

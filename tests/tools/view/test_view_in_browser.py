@@ -171,7 +171,7 @@ def test_a_page_follows_a_run(tmp_path: Path, browser: Browser) -> None:
             assert "step 1, 0 samples" in page.run("document.body.innerText")
             log.log(2, {"reward/mean": 0.5})
             log.log_held(2, [make_sample(0, "new")], Scores([1.0]))
-            page.wait("document.body.innerText.includes('step 2, 1 samples')", 10)
+            page.wait("document.body.innerText.includes('step 2, 1 samples')")
 
 
 @pytest.mark.slow
