@@ -25,7 +25,7 @@ SMALL = (
     "rollout.max_response_len=12",
     "rollout.deterministic=true",
     "eval.max_prompts=8",
-    "run.call_timeout_s=120",
+    "run.call_timeout_s=60",
 )
 
 
