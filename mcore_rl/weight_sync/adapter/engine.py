@@ -27,9 +27,9 @@ from mcore_rl.weight_sync.waits import TransferError
 from mcore_rl.weight_sync.wire import AdapterRequest, Link, Report
 from mcore_rl.weights.box import Box, Shard
 from mcore_rl.weights.hf.fp8 import FP8, make_scale_box
+from mcore_rl.weights.hf.low_precision import is_whole
 from mcore_rl.weights.hf.quantize import quantize_into
 from mcore_rl.weights.layouts.layout import HfTensors
-from mcore_rl.weights.layouts.listed import is_whole
 from mcore_rl.weights.lora.places import (
     STAMP,
     AdaptedPart,
@@ -201,7 +201,7 @@ class EngineAdapter:
     def _refuse_cut_blocks(self, place: Shard) -> None:
         """Raise ValueError if a part in FP8 does not consist of whole blocks."""
         box, shape = place.box, self._matrices[place.box.name]
-        if place.dtype == FP8 and not is_whole(box.start, box.stop, shape):
+        if place.dtype == FP8 and not is_whole("fp8", box.start, box.stop, shape):
             raise ValueError(
                 f"{self._connection.end.name} holds {box.name!r} {box.start} to {box.stop} in FP8,"
                 " which cuts through blocks: set train.lora.sync=merged"

@@ -34,17 +34,21 @@ def check_whole(precision: Precision, box: Box, shape: Shape, holder: str) -> No
     box     the part, of a matrix of this `shape`
     holder  who has the part: "trainer rank 3"
     """
+    if not is_whole(precision, box.start, box.stop, shape):
+        raise ValueError(
+            f"{holder} holds {box.name!r} {box.start} to {box.stop} of {shape}, which cuts through"
+            f" {_PARTS[precision]} of {precision} weights: choose tensor-parallel sizes that keep"
+            " them whole"
+        )
+
+
+def is_whole(precision: Precision, start: Shape, stop: Shape, shape: Shape) -> bool:
+    """Return whether the part from `start` to `stop` consists of whole blocks or groups."""
     sizes = (BLOCK, BLOCK) if precision == "fp8" else (1, GROUP)
-    ends = zip(box.stop, shape, sizes, strict=True)
+    ends = zip(stop, shape, sizes, strict=True)
     may_end = precision == "fp8"  # A block at the edge may be smaller, a group may not.
-    begins_whole = not any(at % size for at, size in zip(box.start, sizes, strict=True))
-    if begins_whole and all(at % size == 0 or (may_end and at == end) for at, end, size in ends):
-        return
-    raise ValueError(
-        f"{holder} holds {box.name!r} {box.start} to {box.stop} of {shape}, which cuts through"
-        f" {_PARTS[precision]} of {precision} weights: choose tensor-parallel sizes that keep them"
-        " whole"
-    )
+    begins_whole = not any(at % size for at, size in zip(start, sizes, strict=True))
+    return begins_whole and all(at % size == 0 or (may_end and at == end) for at, end, size in ends)
 
 
 def round_weights(precision: Precision, weights_NK: Tensor) -> Tensor:

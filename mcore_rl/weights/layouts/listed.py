@@ -37,7 +37,7 @@ from mcore_rl.weights.hf.fp8 import (
     make_scale_box,
     make_scale_name,
 )
-from mcore_rl.weights.hf.low_precision import Quantization
+from mcore_rl.weights.hf.low_precision import Quantization, check_whole, is_whole
 from mcore_rl.weights.layouts.layout import (
     NOWHERE,
     DescribedLayout,
@@ -154,24 +154,11 @@ def check_blocks(
     `shape` is that of the tensor. Raises ValueError naming tensor, rank and the piece that cuts a
     block.
     """
-    if is_whole(common.start, common.stop, shape):
+    if is_whole("fp8", common.start, common.stop, shape):
         return
-    side, piece = ("source", held)
-    if is_whole(held.start, held.stop, shape):
-        side, piece = ("target", needed)
-    raise ValueError(
-        f"{side} rank {piece.ranks[0]} holds {common.name!r} {piece.start} to {piece.stop} of"
-        f" {shape}, which cuts through {BLOCK} x {BLOCK} blocks of FP8 weights: choose"
-        " tensor-parallel sizes that keep them whole"
-    )
-
-
-def is_whole(start: tuple[int, ...], stop: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether a box of a matrix of `shape` begins and ends at the edges of blocks."""
-    begins = not any(at % BLOCK for at in start)
-    return begins and all(
-        at % BLOCK == 0 or at == size for at, size in zip(stop, shape, strict=True)
-    )
+    for side, piece in (("source", held), ("target", needed)):
+        part = Box(common.name, piece.start, piece.stop)
+        check_whole("fp8", part, shape, f"{side} rank {piece.ranks[0]}")
 
 
 def find_shape(*placements: Placement) -> tuple[int, ...]:
