@@ -50,7 +50,7 @@ from mcore_rl.weights.lora.peft_files import (
 )
 from mcore_rl.weights.lora.product import add_product
 from mcore_rl.weights.lora.targets import list_matrices
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.value_head import SCORE, VALUE_HEAD, add_value_head
 
@@ -163,7 +163,7 @@ def _read_any(adapter: Path, base: ModelFacts, name: str) -> _Adapter:
     facts, factors, head = _read_checkpoint(adapter, name)
     _refuse_other_base(adapter, facts.base, base.path)
     shapes = {key: tuple(factor.shape) for key, factor in factors.items()}
-    check_whole(shapes, facts.list_factor_shapes(base.config), adapter)
+    check_factor_shapes(shapes, facts.list_factor_shapes(base.config), adapter)
     return _Adapter(facts.scale, factors, head)
 
 
@@ -177,7 +177,7 @@ def _check_places(
     for name in list_matrices(base.config):
         if name in names:
             wanted |= {f"{name}.A": (rank, shapes[name][1]), f"{name}.B": (shapes[name][0], rank)}
-    check_whole(found, wanted, adapter)
+    check_factor_shapes(found, wanted, adapter)
 
 
 def _refuse_other_base(adapter: Path, base: str, source_hf: Path) -> None:

@@ -12,7 +12,7 @@ from mcore_rl.weights.lora.facts import (
     AdapterFacts,
     refuse_other_adapters,
 )
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 from mcore_rl.weights.megatron_files.metadata import read_metadata_of, read_shape
 from mcore_rl.weights.models.table import HfConfig, Shape
 from mcore_rl.weights.models.value_head import VALUE_HEAD, find_value_head
@@ -36,7 +36,7 @@ def check_saved_adapters(
         for name, facts in own.items()
         for key, shape in facts.list_factor_shapes(hf_config).items()
     }
-    check_whole(_read_factor_shapes(folder, stored), wanted, folder)
+    check_factor_shapes(_read_factor_shapes(folder, stored), wanted, folder)
     has_head = VALUE_HEAD in stored
     if has_head != (head is not None):
         saved, wanted = ("a critic", "a policy") if has_head else ("a policy", "a critic")

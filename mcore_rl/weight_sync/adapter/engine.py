@@ -39,7 +39,7 @@ from mcore_rl.weights.lora.places import (
     make_stamp_shard,
 )
 from mcore_rl.weights.lora.product import add_product, merge_product
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 
 _HOST = torch.device("cpu")
 STAMP_TENSOR = "stamp"
@@ -192,7 +192,9 @@ class EngineAdapter:
     def _plan_factors(self, tensors: HfTensors, stamp: AdapterStamp) -> list[Shard]:
         """Return this rank's shards of the factors, given all that the trainer ranks hold."""
         found = {name: shape for name, (shape, _) in tensors.items() if name != STAMP}
-        check_whole(found, list_factor_shapes(self._matrices, stamp.rank), "the trainer's adapter")
+        check_factor_shapes(
+            found, list_factor_shapes(self._matrices, stamp.rank), "the trainer's adapter"
+        )
         shards = [shard for part in self._parts for shard in (part.first, part.second)]
         shards.append(make_stamp_shard(STAMP_TENSOR))
         self._factors = allocate(shards, self._device)

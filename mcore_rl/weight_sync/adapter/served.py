@@ -31,7 +31,7 @@ from mcore_rl.weights.lora.places import (
     make_whole_factors,
 )
 from mcore_rl.weights.lora.served import make_engine_config, make_engine_factors
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 
 
 class ServedAdapters:
@@ -143,7 +143,7 @@ class _ReceivedAdapter:
         matrices = {key[: -len(FIRST)]: self._shapes.get(key[: -len(FIRST)]) for key in found}
         known = {name: shape for name, shape in matrices.items() if shape is not None}
         rank, num_matrices = self._stamp.rank, self._stamp.num_matrices
-        check_whole(found, list_factor_shapes(known, rank), "the trainer's adapter")
+        check_factor_shapes(found, list_factor_shapes(known, rank), "the trainer's adapter")
         if len(known) != num_matrices:
             raise ValueError(
                 f"the trainer's adapter has factors of {len(known)} matrices, and the recipe adapts"

@@ -30,7 +30,7 @@ from mcore_rl.weights.lora.facts import (
     spell_key,
 )
 from mcore_rl.weights.lora.targets import list_linears, list_matrices, module_of
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 from mcore_rl.weights.models.table import HfConfig, Shape
 
 CONFIG = "adapter_config.json"
@@ -157,7 +157,7 @@ def check_start(
                 f"{where} has {name} {value:g}, and {group}.{name}={str(here).lower()}: set"
                 f" {group}.{name}={str(value).lower()}"
             )
-    check_whole(adapter.shapes, own.list_factor_shapes(hf_config), where)
+    check_factor_shapes(adapter.shapes, own.list_factor_shapes(hf_config), where)
     if adapter.base and adapter.base != own.base:
         raise ValueError(describe_base_difference(where, adapter.base, own.base, own.base_path))
 
@@ -166,7 +166,7 @@ def write_peft(
     folder: Path, facts: AdapterFacts, hf_config: HfConfig, factors: Mapping[str, Tensor]
 ) -> None:
     """Write an adapter's folder. `factors`: by "<HF tensor>.A" and "<HF tensor>.B"."""
-    check_whole(
+    check_factor_shapes(
         {key: tuple(factor.shape) for key, factor in factors.items()},
         facts.list_factor_shapes(hf_config),
         folder,

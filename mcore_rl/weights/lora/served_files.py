@@ -14,7 +14,7 @@ from mcore_rl.weights.lora.served import (
     refuse_unserved_matrices,
 )
 from mcore_rl.weights.lora.targets import list_matrices
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 from mcore_rl.weights.models import hf_tensor_shapes
 from mcore_rl.weights.models.table import HfConfig
 
@@ -30,7 +30,7 @@ def check_served(folder: Path, base: str, hf_config: HfConfig, model_path: Path)
     shapes = hf_tensor_shapes(hf_config)
     names = {key[: -len(FIRST)] for key in adapter.shapes}
     known = {name: shapes[name] for name in list_matrices(hf_config) if name in names}
-    check_whole(adapter.shapes, list_factor_shapes(known, adapter.rank), folder)
+    check_factor_shapes(adapter.shapes, list_factor_shapes(known, adapter.rank), folder)
     refuse_unserved_matrices(hf_config, known, str(folder), "merge it (mcore-rl-ckpt merge-lora)")
     if adapter.base and adapter.base != base:
         where = str(folder)

@@ -8,7 +8,9 @@ from mcore_rl.weights.models.table import Shape
 _OTHER = {"A": "B", "B": "A"}
 
 
-def check_whole(found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: Path | str) -> None:
+def check_factor_shapes(
+    found: Mapping[str, Shape], wanted: Mapping[str, Shape], where: Path | str
+) -> None:
     """Raise ValueError, naming `where` and the tensor, unless exactly the wanted factors are there.
 
     found, wanted   shapes by "<HF tensor>.A" and "<HF tensor>.B"

@@ -5,7 +5,7 @@ import pytest
 from mcore_rl.config import LoraConfig
 from mcore_rl.weights.hf.config import ModelFacts
 from mcore_rl.weights.lora.facts import AdapterFacts
-from mcore_rl.weights.lora.whole import check_whole
+from mcore_rl.weights.lora.whole import check_factor_shapes
 from mcore_rl.weights.models.table import Shape
 
 QWEN = ModelFacts.read("recipes/model/qwen3_30b_a3b").config
@@ -18,7 +18,7 @@ A, B = f"{NAME}.A", f"{NAME}.B"
 def test_shapes_are_those_of_the_model() -> None:
     assert (WANTED[A], WANTED[B]) == ((8, 2048), (4096, 8))
     assert len(WANTED) == 2 * 2 * 48
-    check_whole(WANTED, WANTED, "here")
+    check_factor_shapes(WANTED, WANTED, "here")
 
 
 @pytest.mark.parametrize(
@@ -38,5 +38,5 @@ def test_a_fault_is_named(
 ) -> None:
     found = {key: shape for key, shape in WANTED.items() if key not in without} | changed
     with pytest.raises(ValueError) as error:
-        check_whole(found, WANTED, "here")
+        check_factor_shapes(found, WANTED, "here")
     assert message in str(error.value)
