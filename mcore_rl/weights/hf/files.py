@@ -212,12 +212,14 @@ def commit_export(
             raise ValueError(
                 f"{written} does not exist: rank {file.rank} has not written its part of the export"
             )
+    # Carried files first: a directory that lacks them alone would be taken for whole.
+    filenames = [file.filename for file in (*carried, *files)]
+    for filename in filenames:
+        force(out_dir / (filename + TEMPORARY))
     (out_dir / INDEX).unlink(missing_ok=True)
     for stale in (*out_dir.glob("*.safetensors"), out_dir / MANIFEST):
         stale.unlink(missing_ok=True)
-    filenames = [file.filename for file in (*files, *carried)]
     for filename in filenames:
-        force(out_dir / (filename + TEMPORARY))
         (out_dir / (filename + TEMPORARY)).rename(out_dir / filename)
     total_bytes = sum(shard.num_bytes for file in files for shard in file.shards)
     total_bytes += sum(file.num_bytes for file in carried)

@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mcore_rl.weights.hf.config import ModelFacts, read_hf_config
 from mcore_rl.weights.hf.files import (
+    CarriedFile,
+    ExportFile,
     commit_export,
     list_export_targets,
     load_into,
@@ -19,7 +21,7 @@ from mcore_rl.weights.hf.files import (
     save_tensors,
     write_export_file,
 )
-from mcore_rl.weights.hf.folder import INDEX
+from mcore_rl.weights.hf.folder import INDEX, TEMPORARY
 from mcore_rl.weights.hf.opened import open_hf_dir
 from mcore_rl.weights.layouts.training import make_training_shards
 from mcore_rl.weights.models import family_of, hf_tensor_shapes
@@ -121,6 +123,22 @@ def test_export_deals_every_tensor_once_and_evenly():
     small = plan_export(shapes, dtypes, 4, max_file_bytes=1000)
     assert len(small) % 4 == 0
     assert max(sum(shard.num_bytes for shard in file.shards) for file in small) <= 1000 + 7 * 16 * 2
+
+
+def test_a_commit_that_is_cut_short_lacks_the_models_own_tensors(tmp_path, monkeypatch):
+    own, carried = ExportFile("model.safetensors", 0, ()), CarriedFile("mtp.safetensors", ("a",), 1)
+    for file in (own, carried):
+        (tmp_path / (file.filename + TEMPORARY)).write_bytes(b"x")
+    rename = Path.rename
+
+    def rename_once(path: Path, to: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("killed"))
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", rename_once)
+    with pytest.raises(pytest.fail.Exception, match="killed"):
+        commit_export(tmp_path, [own], {}, "float32", carried=[carried])
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == [carried.filename]
 
 
 def test_commit_names_the_rank_that_has_not_written(tmp_path):
