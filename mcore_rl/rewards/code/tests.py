@@ -126,7 +126,22 @@ class _Filler(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if id(node) not in self._value_of:
             return self.generic_visit(node)
-        return ast.parse(repr(self._value_of[id(node)]), mode="eval").body
+        return _write_value(self._value_of[id(node)])
+
+
+def _write_value(value: Any) -> ast.expr:
+    """Return the expression for a value; infinity and NaN have no literal."""
+    tree = ast.parse(repr(value), mode="eval")
+    return _NumberNamer().visit(tree).body
+
+
+class _NumberNamer(ast.NodeTransformer):
+    """Puts `float('inf')` and `float('nan')` in place of the names that repr gives them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id not in ("inf", "nan"):
+            return node
+        return ast.parse(f"float({node.id!r})", mode="eval").body
 
 
 def _calls_in(tree: ast.Module) -> list[ast.Call]:
@@ -271,7 +286,7 @@ def same_value(value: Any, expected: Any) -> bool:
     if isinstance(value, bool) or isinstance(expected, bool) or value is None:
         return value is expected
     if isinstance(value, int | float) and isinstance(expected, int | float):
-        return value == expected or math.isclose(value, expected, rel_tol=_TOLERANCE)
+        return value == expected or _is_near(value, expected)
     if isinstance(value, list | tuple) and isinstance(expected, list | tuple):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, Mapping):
@@ -279,6 +294,16 @@ def same_value(value: Any, expected: Any) -> bool:
         wanted = {str(key): entry for key, entry in expected.items()}
         return mine.keys() == wanted.keys() and all(same_value(mine[k], wanted[k]) for k in mine)
     return type(value) is type(expected) and value == expected
+
+
+def _is_near(value: float, expected: float) -> bool:
+    """Return whether two numbers are nearly the same, one of which is no whole number by type."""
+    if isinstance(value, int) and isinstance(expected, int):
+        return False
+    try:
+        return math.isclose(value, expected, rel_tol=_TOLERANCE)
+    except OverflowError:  # a whole number that no float comes near
+        return False
 
 
 def _plain(text: str) -> list[str]:

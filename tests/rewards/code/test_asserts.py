@@ -28,6 +28,19 @@ def test_assertions_hold_for_a_right_program_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    ("result", "holds"),
+    [
+        ("float('inf')", "f(0) == float('inf')"),
+        ("[1, -float('inf')]", "f(0)[1] < 0"),
+        ("{'a': float('nan')}", "f(0)['a'] != f(0)['a']"),
+    ],
+)
+def test_values_without_a_literal_are_filled_in(result: str, holds: str) -> None:
+    program = f"def f(x): return {result}"
+    assert check_assertions(program, [read_assertion(f"assert {holds}")]) == [True]
+
+
+@pytest.mark.parametrize(
     "program",
     [
         "class Yes:\n    __eq__ = __ne__ = lambda self, other: True\ndef f(x): return Yes()",
