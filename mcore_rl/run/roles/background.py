@@ -255,6 +255,7 @@ class BackgroundSampler:
     async def _take(self, version: WeightVersion) -> tuple[list[SampleGroup], dict[str, float]]:
         buffer = self._buffer
         assert buffer.version == version, (buffer.version, version)
+        buffer.begin_step()
         if self._rollout.stale == "drop":
             self._drop_late()
         while True:

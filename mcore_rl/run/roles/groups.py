@@ -134,6 +134,10 @@ class GroupBuffer:
         """
         return [group for group in self._groups if group.oldest < self.version - self._bound]
 
+    def begin_step(self) -> None:
+        """Leave out what the next step took before, of which it trains on nothing."""
+        self._num_taken = self._per_step * self.version
+
     def choose(self) -> list[SampleGroup] | None:
         """Take out and return the groups of the next step, or return None while the step must wait.
 

@@ -42,10 +42,8 @@ def test_no_more_is_begun_than_the_bound_allows(loop: EventLoop) -> None:
     sampler = Sampler(BackgroundSampler, loop, mode="async", max_staleness=2)
     with sampler.background:
         sampler.take(0)
+        sampler.wait_until_full()
         sampler.background.pause_for_sync()
-        samples, _, metrics = sampler.background.take(WeightVersion(0))
-        assert len(samples) == 4
-        assert metrics["buffer/finished"] + metrics["buffer/unfinished"] == 2.0
         assert sampler.prompts.state_dict()["position"] == 3 * 2
 
 
@@ -143,6 +141,18 @@ def test_lost_prompts_are_sampled_again_and_an_engine_is_revived_the_second_time
     with sampler.background:
         assert sorted(sampler.take(0)) == [0, 1]
         assert sampler.num_revived == 1
+
+
+def test_a_step_whose_samples_are_no_use_takes_others_and_the_next_begin_as_early(
+    loop: EventLoop,
+) -> None:
+    sampler = Sampler(BackgroundSampler, loop, mode="async", max_staleness=1)
+    with sampler.background:
+        taken = [sorted(sampler.take(0)) for _ in range(4)]
+        assert len(set(map(tuple, taken))) == 4
+        sampler.background.pause_for_sync()
+        sampler.background.resume(WeightVersion(1))
+        assert len(sampler.take(1)) == 2
 
 
 def test_a_step_fails_if_no_engine_can_be_revived(loop: EventLoop) -> None:

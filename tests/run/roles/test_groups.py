@@ -62,6 +62,18 @@ def test_room_is_for_as_many_steps_as_the_bound_allows() -> None:
         assert (buffer.num_finished, buffer.num_unfinished) == (bound * P, 0)
 
 
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_step_may_take_again_as_often_as_it_trains_on_nothing(bound: int) -> None:
+    buffer = make(bound, version=5)
+    for _ in range(4):
+        buffer.begin_step()
+        for group in begin_all(buffer):
+            finish(buffer, group, 5)
+        assert buffer.choose() is not None
+    buffer.version = WeightVersion(6)
+    assert buffer.room() + len(buffer.list_finished()) == (bound + 1) * P
+
+
 def test_a_step_takes_what_is_finished_but_waits_for_what_would_be_too_stale() -> None:
     buffer = make(1)
     groups = begin_all(buffer)
