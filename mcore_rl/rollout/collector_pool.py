@@ -352,7 +352,7 @@ class CollectorPool:
 
     def _place_waiting(self) -> None:
         waiting = self._waiting
-        self._waiting = []
+        self._waiting = [group for group in waiting if group.future.done()]
         for group in waiting:
             if not group.future.done():
                 self._place(group)
@@ -457,7 +457,13 @@ class CollectorPool:
             group.future.set_exception(kind(failure.message))
 
     def _note_canceled(self, group: PendingGroup, future: "asyncio.Future[Any]") -> None:
-        if future.cancelled() and group.lease is not None:
+        if not future.cancelled():
+            return
+        if group in self._waiting:
+            self._waiting.remove(group)
+            if group.session in self._sessions:
+                self._sessions[group.session].note_done(group.num_samples)
+        elif group.lease is not None:
             self._handles[group.lease.store].cancel(group.lease.group)
 
 

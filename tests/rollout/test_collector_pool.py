@@ -136,3 +136,32 @@ def test_an_engine_that_joins_is_given_work_and_one_that_leaves_is_not(loop: Eve
     scene.health.leave(third.url)
     scene.run(scene.pool.generate(PROMPTS, 2, SAMPLING))
     assert len(third.sampled) == 8 and len(scene.engines[1].sampled) > 4
+
+
+def test_groups_that_are_canceled_without_a_collector_are_open_no_more(loop: EventLoop) -> None:
+    scene = CollectorScene(loop)
+    may_return = asyncio.Event()
+
+    async def restart(first_group: int) -> bool:
+        return await may_return.wait()
+
+    for engine, collector in zip(scene.engines, scene.collectors, strict=True):
+        engine.num_free = 0
+        collector.restart = restart  # type: ignore[method-assign]
+
+    async def cancel_while_all_are_lost() -> list[int]:
+        async with scene.pool.open() as session:
+            sampling = asyncio.create_task(session.generate(PROMPTS, 1, SAMPLING))
+            while sum(len(engine.sampled) for engine in scene.engines) < 6:
+                await asyncio.sleep(0.001)
+            for collector in scene.collectors:
+                await collector.die()
+            while len(scene.pool._waiting) < 6:
+                await asyncio.sleep(0.001)
+            before = session.num_open
+            sampling.cancel()
+            await asyncio.wait([sampling])
+            await asyncio.sleep(0)
+            return [before, session.num_open]
+
+    assert scene.run(asyncio.wait_for(cancel_while_all_are_lost(), 60)) == [6, 0]
