@@ -133,7 +133,7 @@ class OptimizerConfig(Options):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate goes on from there to the model's last optimizer step of the run."""
     weight_decay: float = bounded(0.0, ge=0)
-    """Decoupled weight decay (AdamW)."""
+    """Decoupled weight decay (AdamW) of all but norms, biases and other vectors."""
     beta1: float = bounded(0.9, ge=0, lt=1)
     """Adam's decay of the mean of gradients; Lion's share of it in an update."""
     beta2: float = bounded(0.98, ge=0, lt=1)

@@ -37,7 +37,7 @@ from mcore_rl.train.checkpoint_save import Save, discard, start_save
 from mcore_rl.train.lora.saved import check_saved_adapters
 from mcore_rl.train.lora.turns import Learner, Turns
 from mcore_rl.train.muon import MOMENTUM, MuonBesideAdam
-from mcore_rl.train.optimizer import READABLE, STATE, Readable, parts_of
+from mcore_rl.train.optimizer import READABLE, STATE, Readable, load_optimizer, parts_of
 from mcore_rl.train.runtime import rng_state, set_rng_state
 from mcore_rl.train.storage import SHARED, Storage
 from mcore_rl.weights.hf.files import count_not_finite
@@ -270,7 +270,7 @@ def _load_learner(
         assert not any(_is_beside_frozen(key, state) for key in found.missing_keys), found
     with torch.no_grad():
         if has_optimizer:
-            learner.optimizer.load_state_dict(loaded[_name_entry("optimizer", learner)])
+            load_optimizer(learner.optimizer, loaded[_name_entry("optimizer", learner)])
         else:  # a model alone, as mcore-rl-ckpt from-hf writes it
             learner.optimizer.reload_model_params()
 

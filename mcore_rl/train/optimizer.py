@@ -54,6 +54,8 @@ DDP_DEFAULTS: Mapping[str, Any] = {
     # It would read all gradients and wait for the device; a norm that is not finite is refused.
     "check_for_nan_in_grad": False,
 }
+OPTIONS = ("max_lr", "min_lr", "weight_decay", "betas", "eps")
+"""Options of a group that the recipe has; megatron-core's checkpoints have them, too."""
 _DTYPE_FIELDS = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
 
 
@@ -339,6 +341,8 @@ def make_optimizer(
         part.init_state_fn(part.optimizer, options)
         for group in part.optimizer.param_groups:
             group.setdefault("step", 0)
+            # megatron-core's own scheduler would: norms and biases do not decay.
+            group["weight_decay"] = config.weight_decay * group.get("wd_mult", 1.0)
         write_whole_parameters(part)
     if config.name == "lion":
         options.optimizer = "lion"  # names the moments that a checkpoint has
@@ -370,6 +374,30 @@ def _overrides(config: OptimizerConfig, options: MegatronOptimizerConfig) -> Any
         return None
     tower: Any = {"lr_mult": config.vision_lr / config.lr}
     return {**get_standard_config_overrides(options), ParamKey(name=f"*{PREFIX}*"): tower}
+
+
+def load_optimizer(optimizer: MegatronOptimizer, state: Any) -> None:
+    """Load a saved state; the groups keep the options of this run's recipe.
+
+    megatron-core finds the saved group of a group by its rates, among others, and takes all of the
+    saved group's options.
+    """
+    own = [{k: group[k] for k in OPTIONS if k in group} for group in optimizer.param_groups]
+    for saved in _list_saved_groups(state):
+        saved.update({k: own[0][k] for k in ("max_lr", "min_lr")})
+    optimizer.load_state_dict(state)
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        group.update(options)
+
+
+def _list_saved_groups(state: Any) -> list[dict[str, Any]]:
+    """Return the groups of all parts of a saved state."""
+    if isinstance(state, list):
+        return [group for part in state for group in _list_saved_groups(part)]
+    if not isinstance(state, dict):
+        return []
+    groups = state.get("param_groups", [])
+    return [*groups, *(g for part in state.values() for g in _list_saved_groups(part))]
 
 
 def parts_of(optimizer: MegatronOptimizer) -> list[Any]:

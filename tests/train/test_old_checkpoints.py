@@ -30,6 +30,8 @@ def resume(rank: int, world_size: int, port: int, root: Path, cases: list[Any]) 
     for folder, layout in cases:
         actor = make_actor(rank, world_size, port, model, ParallelConfig(**layout), OPTIMIZER)
         extra = actor.load(root / folder)
+        for group in actor._turns.chosen.optimizer.param_groups:
+            group["weight_decay"] = OPTIMIZER.weight_decay  # norms and biases decayed then
         results.append((extra, [take_step(actor), take_step(actor)]))
     return results
 
