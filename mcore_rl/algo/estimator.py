@@ -145,7 +145,8 @@ class Advantages:
         if outcomes.teacher_logprobs_R is not None:
             moments["teacher"] = Moments.from_values(teacher_log_ratio(outcomes))
         by_sample = sum_by_sample(outcomes) if self._reads_sums else {}
-        outcomes = with_turn_rewards(outcomes, batch, self._part_weights.get(ENVIRONMENT, 1.0))
+        unnamed = 0.0 if self._part_weights else 1.0  # parts that have no weight count nothing
+        outcomes = with_turn_rewards(outcomes, batch, self._part_weights.get(ENVIRONMENT, unnamed))
         if self._config.bootstrap_truncated:
             outcomes = with_last_values(outcomes, batch, shapes)
         if self.sees != "samples":

@@ -188,6 +188,19 @@ def test_rewards_of_turns_come_with_their_last_tokens() -> None:
         assert left == pytest.approx(5.0)
 
 
+def test_rewards_of_turns_without_a_weight_count_nothing() -> None:
+    samples = [sample_of(random_tree(random.Random(n), 4), PROMPT, n) for n in range(3)]
+    batch = make_train_batch(samples)
+    batch = replace(batch, values_T=torch.zeros(len(batch.token_ids_T)))
+    config = AlgorithmConfig(advantage="gae", gamma=1.0, gae_lambda=1.0)
+    scores = Scores([2.0] * 3, {"score": [2.0] * 3, "environment": [9.0] * 3})
+    advised, _ = estimate(Advantages(config, {"score": 1.0}), scores, samples, batch)
+    assert advised.returns_T is not None
+    assert advised.returns_T[batch.loss_mask_T].tolist() == pytest.approx(
+        [2.0] * int(batch.loss_mask_T.sum())
+    )
+
+
 def test_an_advantage_of_whole_episodes_does_not_see_turns_or_rows() -> None:
     trees = [random_tree(random.Random(n), 6) for n in range(4)]
     rewards = [1.0, 0.0, 3.0, 2.0]
