@@ -135,15 +135,18 @@ def gdpo(outcomes: Outcomes, config: AlgorithmConfig) -> Tensor:
     """The weighted sum of each part's own GRPO advantages, normalized over all tokens.
 
     GDPO, arXiv:2601.05242: a part of large numbers does not drown another. Parts and weights come
-    from the recipe's reward.
+    from the recipe's reward. What else a reward has, as a KL penalty or one of length, is a part of
+    weight 1.
     """
-    if not outcomes.parts:
+    parts = outcomes.parts
+    if not parts:
         raise ValueError(
             "algorithm.advantage=gdpo needs rewards of several parts: set reward.parts"
         )
     groups = Groups.from_ids(outcomes.group_N)
     advantages_N = torch.zeros(len(outcomes.group_N), dtype=torch.float64)
-    for weight, values_N in outcomes.parts:
+    rest_N = outcomes.scores_N - sum(weight * values_N.double() for weight, values_N in parts)
+    for weight, values_N in [*parts, (1.0, rest_N)]:
         advantages_N += weight * _standardize(groups, values_N.double())
     return outcomes.spread(_normalize_over_tokens(advantages_N, outcomes.lens_N))
 

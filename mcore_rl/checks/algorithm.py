@@ -87,6 +87,13 @@ def check_options(algorithm: AlgorithmConfig, needs: Needs) -> None:
             f"algorithm.advantage={algorithm.advantage} with algorithm.correction.bypass=true: it"
             " needs the pass that bypass leaves out; set algorithm.correction.bypass=false"
         )
+    kl = algorithm.kl
+    if needs.teacher and kl.coef and kl.in_reward and not algorithm.reward_coef:
+        raise ValueError(
+            f"algorithm.advantage={algorithm.advantage} with algorithm.kl.coef={kl.coef:g},"
+            " kl.in_reward=true and reward_coef=0: nothing reads the reward, and so not its KL; set"
+            " algorithm.kl.in_reward=false, or algorithm.reward_coef above 0"
+        )
 
 
 def check_truncated(algorithm: AlgorithmConfig) -> None:
@@ -115,11 +122,32 @@ def check_pairs(algorithm: AlgorithmConfig, train: TrainConfig, needs: Needs) ->
             " the advantages; set algorithm.loss=policy_gradient algorithm.aggregation=token_sum"
             " algorithm.correction.bypass=false"
         )
+    _check_beside_pairs(name, algorithm)
     num_steps = train.mini_batches * train.epochs
     if num_steps > 1:
         raise ValueError(
             f"{name} with train.mini_batches * train.epochs = {num_steps}: the pairs' gradient is"
             " that of the policy before the first of these steps; set both to 1"
+        )
+
+
+def _check_beside_pairs(name: str, algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError for terms that would be summed over all tokens beside a mean over pairs, and
+    for responses that would leave the loss without their pair.
+    """
+    kl = algorithm.kl
+    if (kl.coef and not kl.in_reward) or algorithm.entropy_coef:
+        raise ValueError(
+            f"{name} with algorithm.kl.coef={kl.coef:g}, kl.in_reward={kl.in_reward} and"
+            f" algorithm.entropy_coef={algorithm.entropy_coef:g}: the loss of pairs is a mean over"
+            " pairs, and these terms would be sums over all tokens; set both coefficients to 0: the"
+            " pairs hold the policy to the reference"
+        )
+    if algorithm.filter_overlong:
+        raise ValueError(
+            f"{name} with algorithm.filter_overlong=true: a response that was cut off would leave"
+            " the loss, and its pair's other response would stay; set"
+            " algorithm.filter_overlong=false"
         )
 
 

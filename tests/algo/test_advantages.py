@@ -127,13 +127,22 @@ def test_gdpo_is_the_normalized_sum_of_each_parts_grpo(rows: Rows, seed: int) ->
     rows_of_other = [(value, group, n) for value, (_, group, n) in zip(other, rows, strict=True)]
     rewards_N = torch.tensor([r for r, _, _ in rows], dtype=torch.float64)
     parts = [(1.0, rewards_N), (0.3, torch.tensor(other, dtype=torch.float64))]
-    outcomes = replace(outcomes_of(rows), parts=parts)
+    total_N = rewards_N + 0.3 * parts[1][1]
+    outcomes = replace(outcomes_of(rows), rewards_N=total_N, parts=parts)
     sums = [grpo(rows, i) + 0.3 * grpo(rows_of_other, i) for i in range(len(rows))]
     tokens = [round(s, 12) for s, (_, _, n) in zip(sums, rows, strict=True) for _ in range(n)]
     expected = torch.tensor(whitened(tokens), dtype=torch.float32)
     torch.testing.assert_close(
         advantages["gdpo"](outcomes, AlgorithmConfig()), expected, rtol=1e-3, atol=1e-3
     )
+
+
+def test_gdpo_counts_what_no_part_has() -> None:
+    """The parts are alike, and the tokens of the first response are penalized."""
+    outcomes = outcomes_of([(1.0, 0, 1), (1.0, 0, 1)], [-0.5, 0.0])
+    outcomes = replace(outcomes, parts=[(1.0, torch.ones(2, dtype=torch.float64))])
+    first, second = advantages["gdpo"](outcomes, AlgorithmConfig()).tolist()
+    assert first < -0.5 and second == pytest.approx(-first)
 
 
 def test_remax_is_the_reward_to_go_beyond_the_greedy_reward() -> None:

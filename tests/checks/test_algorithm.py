@@ -6,6 +6,12 @@ from mcore_rl.checks.algorithm import check_algorithm
 from mcore_rl.config.recipe import load_recipe
 from mcore_rl.run.inputs import open_policy
 
+DISTILLATION = ["algorithm.advantage=distillation", "teacher.path=/a"]
+PAIRS = [
+    *("algorithm.advantage=dpo", "algorithm.loss=policy_gradient"),
+    "algorithm.aggregation=token_sum",
+]
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -21,6 +27,22 @@ from mcore_rl.run.inputs import open_policy
         (
             ["teacher.path=/a", "algorithm.advantage=distillation", "rollout.temperature=0.7"],
             r"with rollout.temperature=0.7: .* set rollout.temperature=1",
+        ),
+        (
+            [*DISTILLATION, "algorithm.kl.coef=0.1", "algorithm.kl.in_reward=true"],
+            r"kl.coef=0.1, kl.in_reward=true and reward_coef=0: nothing reads the reward",
+        ),
+        (
+            [*PAIRS, "algorithm.kl.coef=0.1"],
+            r"advantage=dpo with algorithm.kl.coef=0.1, .* sums over all tokens",
+        ),
+        (
+            [*PAIRS, "algorithm.entropy_coef=0.1"],
+            r"advantage=dpo with .* algorithm.entropy_coef=0.1: .* sums over all tokens",
+        ),
+        (
+            [*PAIRS, "algorithm.filter_overlong=true"],
+            r"advantage=dpo with algorithm.filter_overlong=true: .* its pair's other response",
         ),
         (
             ["rollout.samples_per_prompt=1"],
