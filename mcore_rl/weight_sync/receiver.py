@@ -258,9 +258,14 @@ def renew_derived(model: nn.Module) -> None:
     """Let modules renew what they keep of their parameters and post_load_weights does not know.
 
     Norms that multiply with 1 + weight keep that sum, and gated delta nets a view of their
-    convolution's weight, which may have new memory.
+    convolution's weight, which may have new memory. The scales of an FP8 KV cache are parameters
+    that nobody sends: an engine that released its memory has lost them, but not their copies.
     """
     for module in model.modules():
+        for name in ("k_scale", "v_scale"):
+            known, scale = getattr(module, f"{name}_float", None), getattr(module, name, None)
+            if known is not None and scale is not None:
+                scale.data.fill_(known)
         refresh = getattr(module, "refresh_gemma_weight", None)
         if refresh is not None:
             refresh()

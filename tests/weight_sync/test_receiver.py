@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from mcore_rl.tools.doctor.toy_engine import FusedEngine, make_tensors, row_cut
 from mcore_rl.weight_sync.draft_model import list_loaded_parameters
 from mcore_rl.weight_sync.link_store import LinkStore
-from mcore_rl.weight_sync.receiver import WeightReceiver
+from mcore_rl.weight_sync.receiver import WeightReceiver, renew_derived
 from mcore_rl.weight_sync.sender import WeightSender
 from mcore_rl.weight_sync.wire import Action, Command, Link, Report, StageRequest
 from tests.support.link_ends import make_link, run_ranks
@@ -136,3 +137,16 @@ def test_parameters_that_no_checkpoint_fills_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model.bias._skip_weight_check = True  # type: ignore[attr-defined]
     assert [*list_loaded_parameters(model)] == ["weight"]
+
+
+def test_scales_of_a_kv_cache_come_back_after_its_memory_was_released() -> None:
+    attention: Any = nn.Module()
+    attention.k_scale, attention.k_scale_float = nn.Parameter(torch.tensor(1.5)), 1.5
+    attention.v_scale, attention.v_scale_float = nn.Parameter(torch.tensor(1.0)), 1.0
+    plain: Any = nn.Module()
+    plain.k_scale = plain.k_scale_float = None
+    with torch.no_grad():
+        attention.k_scale.fill_(7e8)
+        attention.v_scale.fill_(-3.0)
+    renew_derived(nn.ModuleList([attention, plain]))
+    assert (float(attention.k_scale), float(attention.v_scale)) == (1.5, 1.0)
