@@ -7,6 +7,7 @@ Processes go on only for the same command, recipe and program.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +23,8 @@ from mcore_rl.config.secrets import dump_config
 from mcore_rl.planning.bundles import RunSize
 from mcore_rl.planning.slots import RunSlots
 from mcore_rl.process.server_keys import ServerKeys
+
+TOKEN = "run.token"
 
 
 class Outliving:
@@ -112,11 +115,22 @@ def open_outliving(config: Config, command: str) -> Iterator[Outliving]:
     if not _may_outlive(config, RunSize.make(config, command)):
         yield Outliving()
         return
-    run_dir = str(Path(config.run.dir).resolve())
     made_by = _describe_making(config, command)
-    made = run_dir, made_by, config.run.startup_timeout_s
+    made = name_run(Path(config.run.dir).resolve()), made_by, config.run.startup_timeout_s
     with open_holder(*made, goes_on=bool(config.run.resume)) as (held, living):
         yield Outliving(made_by, held, living)
+
+
+def name_run(run_dir: Path) -> str:
+    """Return the name of the run in its cluster, where other machines may have such a folder, too.
+
+    The folder keeps what tells the names apart.
+    """
+    token = run_dir / TOKEN
+    if not token.is_file():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        token.write_text(secrets.token_hex(8))
+    return f"{run_dir} {token.read_text()}"
 
 
 def _may_outlive(config: Config, size: RunSize) -> bool:

@@ -183,22 +183,23 @@ class HeldRun:
 
 @contextmanager
 def open_holder(
-    run_dir: str, made_by: str, start_s: float, *, goes_on: bool
+    run: str, made_by: str, start_s: float, *, goes_on: bool
 ) -> Iterator[tuple[HeldRun, LivingRun | None]]:
     """Yield the holder of the run, and what an earlier controller left; end both with the block.
 
+    run       its name in the cluster
     made_by   the recipe and the program: what others left is ended
     start_s   how long the holder may wait for room in the cluster
     goes_on   False: whatever is left is ended
     """
-    held = _find(run_dir, start_s)
+    held = _find(run, start_s)
     living = None if held is None else _find_living(held)
     if held is not None and not (goes_on and living is not None and living.made_by == made_by):
         held.kill()
-        _wait_until_gone(run_dir)
+        _wait_until_gone(run)
         held = living = None
     if held is None:
-        held = _start(run_dir, start_s)
+        held = _start(run, start_s)
         held.lead()
     try:
         yield held, living
@@ -214,26 +215,26 @@ def _find_living(held: HeldRun) -> LivingRun | None:
         return None
 
 
-def _find(run_dir: str, start_s: float) -> HeldRun | None:
+def _find(run: str, start_s: float) -> HeldRun | None:
     try:
-        return HeldRun(ray.get_actor(run_dir, namespace=NAMESPACE), start_s)
+        return HeldRun(ray.get_actor(run, namespace=NAMESPACE), start_s)
     except ValueError:
         return None
 
 
-def _wait_until_gone(run_dir: str) -> None:
+def _wait_until_gone(run: str) -> None:
     until_s = time.monotonic() + ANSWER_S
-    while _find(run_dir, 0.0) is not None:
+    while _find(run, 0.0) is not None:
         if time.monotonic() > until_s:
-            raise RankLostError(f"the processes of an earlier run in {run_dir} do not end")
+            raise RankLostError(f"the processes of an earlier run in {run} do not end")
         time.sleep(0.1)
 
 
-def _start(run_dir: str, start_s: float) -> HeldRun:
+def _start(run: str, start_s: float) -> HeldRun:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     make: Any = ray.remote(RunHolder)
     options = {"num_cpus": 0, "max_concurrency": CALLS_AT_ONCE, "scheduling_strategy": here}
-    holder = make.options(**options, name=run_dir, namespace=NAMESPACE, lifetime="detached").remote(
+    holder = make.options(**options, name=run, namespace=NAMESPACE, lifetime="detached").remote(
         ALONE_S
     )
     return HeldRun(holder, start_s)

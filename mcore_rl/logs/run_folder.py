@@ -2,6 +2,7 @@
 
 run.lock         locked while a command writes here; names the process that did last
 run.lease        the same for hosts that do not see one another's locks; its holder renews it
+run.token        tells the run apart from others of a cluster whose folders have the same path
 logs/            controller.log, one file per rank and per engine
 config.yaml      the recipe with all overrides and defaults, without secrets
 checkpoints/     step_000010, critic_000010, ...; an incomplete one has another name

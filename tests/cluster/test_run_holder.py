@@ -1,5 +1,6 @@
 """Processes of a run's holder outlive a controller, for the next one, and for a time."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from mcore_rl.cluster.group import ActorPlan, RankGroup, start_actor
+from mcore_rl.cluster.outliving import name_run
 from mcore_rl.cluster.placement import reserve
 from mcore_rl.cluster.run_holder import (
     CALLS_AT_ONCE,
@@ -167,3 +169,11 @@ def test_the_holder_returns_errors_of_the_recipe() -> None:
     opened = open_holder("too large", "recipe", 20.0, goes_on=True)
     with opened as (held, _), pytest.raises(ValueError, match="the run needs 64 CPU"):
         held.run(partial(reserve, plan, 0.5))
+
+
+def test_a_folder_of_the_same_path_on_another_machine_has_another_name(tmp_path: Path) -> None:
+    here = tmp_path / "run"
+    name = name_run(here)
+    assert name_run(here) == name and name.startswith(f"{here} ")
+    shutil.rmtree(here)
+    assert name_run(here) != name
