@@ -58,7 +58,8 @@ class Exchange:
         is_connected = _find_connection(request)
         attempt = opened.attempts.claim(mark, is_connected)
         if attempt is None:
-            await self._admit(opened, is_connected)
+            with opened.attempts.keep_arrival(mark, is_connected):
+                await self._admit(opened, is_connected)
             attempt = self._begin(mark, opened, api, call, is_connected)
         answer = self._stream if call.is_streamed else self._answer
         return await answer(request, api, call, attempt)
@@ -78,7 +79,7 @@ class Exchange:
         if opened.is_closed:
             raise make_episode_over(EpisodeEndedError(EndReason.ABORTED, "the session was closed"))
         if not is_connected():
-            # Its retry, which may be here already, is a request of its own.
+            # Its retry, which may be here already, begins a generation of its own.
             raise ApiError(408, "client_gone", "the client left before its turn came")
 
     def _begin(

@@ -9,14 +9,16 @@ So a request is a retry of an earlier one with the same bytes in the same sessio
 * the client of that one is gone and has not received the answer.
 
 A retry takes the place of one attempt, so two equal requests whose connections break get two
-answers back, not one of them twice.
+answers back, not one of them twice. A request that was refused takes a place as well, although it
+has no attempt: what says that it is a retry begins a generation of its own.
 """
 
 import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -80,15 +82,44 @@ class Attempt:
         return not (self.has_failed or self.is_delivered or self.is_connected())
 
 
+@dataclass(eq=False)
+class Arrival:
+    """A request without a generation: it waits to be taken, was refused, or its client left.
+
+    ended_s   when it was refused or found to be left, by process/clock.py; None: it waits
+    """
+
+    mark: Mark
+    is_connected: Callable[[], bool]
+    ended_s: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_s is not None or not self.is_connected()
+
+
 class Attempts:
     """The attempts of one session: those that run, and those that ended within `window_s`."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._kept: list[Attempt] = []
+        self._arrivals: list[Arrival] = []
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._arrivals)
+
+    @contextmanager
+    def keep_arrival(self, mark: Mark, is_connected: Callable[[], bool]) -> Iterator[None]:
+        """Remember a request while it waits to be taken, and afterwards if that fails."""
+        arrival = Arrival(mark, is_connected)
+        self._arrivals.append(arrival)
+        try:
+            yield
+            if arrival in self._arrivals:
+                self._arrivals.remove(arrival)
+        finally:
+            arrival.ended_s = now_s()
 
     def add(self, attempt: Attempt) -> None:
         self._kept.append(attempt)
@@ -97,6 +128,7 @@ class Attempts:
     def claim(self, mark: Mark, is_connected: Callable[[], bool]) -> Attempt | None:
         """Return the attempt that a request retries, for its client to wait on; None: a new one.
 
+        The retry of a request that was never taken is a new one.
         BadRequestError: the Idempotency-Key belongs to a request that says something else.
         """
         self._forget_old()
@@ -116,6 +148,7 @@ class Attempts:
         for task in running:
             task.cancel()
         self._kept.clear()
+        self._arrivals.clear()
         return running
 
     def _by_key(self, mark: Mark) -> Attempt | None:
@@ -131,18 +164,36 @@ class Attempts:
     def _find_retried(self, mark: Mark) -> Attempt | None:
         """Return the likeliest attempt: one whose client is gone, else, of a marked retry, one that
         failed, one that runs, one that was answered.
+
+        A marked retry of a request that was never taken takes the place of that one: None.
         """
         same = [a for a in self._kept if a.mark.fingerprint == mark.fingerprint]
         lost = next((attempt for attempt in same if attempt.is_lost), None)
         if lost is not None or not mark.is_retry:
             return lost
         failed = next((attempt for attempt in same if attempt.has_failed), None)
+        if failed is None and self._drop_arrival(mark):
+            return None
         running = next((attempt for attempt in same if not attempt.task.done()), None)
         return failed or running or (same[-1] if same else None)
+
+    def _drop_arrival(self, mark: Mark) -> bool:
+        """Forget a request that is over and says the same; return whether there was one.
+
+        With an Idempotency-Key, its retry is known by that.
+        """
+        for arrival in self._arrivals:
+            known = arrival.mark
+            is_same = known.fingerprint == mark.fingerprint and not known.idempotency_key
+            if is_same and arrival.is_over:
+                self._arrivals.remove(arrival)
+                return True
+        return False
 
     def _forget_old(self) -> None:
         oldest_s = now_s() - self._window_s
         self._kept = [a for a in self._kept if a.ended_s is None or a.ended_s >= oldest_s]
+        self._arrivals = [a for a in self._arrivals if a.ended_s is None or a.ended_s >= oldest_s]
 
 
 def _note_end(attempt: Attempt) -> None:

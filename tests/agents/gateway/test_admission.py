@@ -138,6 +138,26 @@ def test_a_client_of_openai_comes_again_until_it_is_taken() -> None:
     in_session(chat, act, admission=bounds)
 
 
+def test_equal_requests_that_are_refused_are_samples_of_their_own() -> None:
+    chat = RecordingChat(gate=asyncio.Event())
+    bounds = AdmissionOptions(max_requests=1)
+
+    async def act(gateway: Gateway, session: Any) -> None:
+        assert chat.gate is not None
+        url, key = f"{gateway.url}/v1/chat/completions", {"x-api-key": session.key}
+        first = asyncio.create_task(post(url, {"messages": HELLO}, key))
+        await until(lambda: chat.num_running == 1)
+        assert (await post(url, {"messages": HELLO}, key))[0] == 429
+        again = {**key, "x-stainless-retry-count": "1"}
+        assert (await post(url, {"messages": HELLO}, again))[0] == 429
+        chat.gate.set()
+        answers = [await first, await post(url, {"messages": HELLO}, again)]
+        contents = [body["choices"][0]["message"]["content"] for _, body in answers]
+        assert contents == ["0: hello", "1: hello"]
+
+    in_session(chat, act, admission=bounds)
+
+
 def test_a_request_waits_for_its_turn_and_is_then_answered() -> None:
     """Neither needs the client to come again: some, such as that of verifiers, never do."""
     chat = RecordingChat(gate=asyncio.Event())

@@ -81,6 +81,65 @@ def test_a_marked_retry_repeats_what_failed_before_it_joins_what_runs():
     assert claimed([("done", gone, True), ("done", gone, True)], MARKED) == 1
 
 
+def refuse(attempts, mark=SAME):
+    with pytest.raises(RuntimeError), attempts.keep_arrival(mark, here):
+        raise RuntimeError("the gateway is full")
+
+
+@pytest.mark.parametrize("state", ["runs", "done"])
+def test_a_marked_retry_of_a_refused_request_is_a_generation_of_its_own(state):
+    async def run():
+        attempts = Attempts(10.0)
+        other = attempt_of(state)
+        attempts.add(other)
+        refuse(attempts)
+        refuse(attempts, MARKED)
+        await asyncio.sleep(0)
+        assert attempts.claim(SAME, here) is None
+        assert attempts.claim(MARKED, here) is None
+        assert attempts.claim(MARKED, here) is None
+        assert attempts.claim(MARKED, here) is other
+        attempts.cancel()
+        assert len(attempts) == 0
+
+    asyncio.run(run())
+
+
+def test_a_refusal_is_of_its_request_and_forgotten_after_the_window():
+    async def run():
+        attempts = Attempts(10.0)
+        other = attempt_of("runs")
+        attempts.add(other)
+        refuse(attempts, Mark(b"else"))
+        refuse(attempts, Mark(b"same", "key"))
+        assert attempts.claim(MARKED, here) is other
+        assert attempts.claim(Mark(b"same", "key"), here) is None
+        refuse(attempts)
+        late_s = now_s() + 11
+        with replace_clock(lambda: late_s):
+            assert attempts.claim(MARKED, here) is other
+        assert len(attempts) == 1
+        attempts.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("is_connected", "is_new"), [(here, False), (gone, True)])
+def test_a_marked_retry_takes_the_place_of_one_that_waits_if_its_client_left(is_connected, is_new):
+    async def run():
+        attempts = Attempts(10.0)
+        other = attempt_of("runs")
+        attempts.add(other)
+        with attempts.keep_arrival(SAME, is_connected):
+            assert attempts.claim(MARKED, here) is (None if is_new else other)
+            assert attempts.claim(MARKED, here) is other
+        assert attempts.claim(MARKED, here) is other
+        assert len(attempts) == 1
+        attempts.cancel()
+
+    asyncio.run(run())
+
+
 def test_what_ended_long_ago_is_forgotten_but_not_what_runs():
     assert claimed([("done", gone, False)], SAME, later_s=11) is None
     assert claimed([("runs", gone, False)], SAME, later_s=11) == 0
