@@ -43,7 +43,7 @@ class Parser(Protocol):
 class TurnRequest:
     """Asks an engine for an answer.
 
-    turn            number of the turn in its episode
+    turn            number of the request in its episode, failed ones included, so that seeds differ
     experts_start   the first token whose experts are not known yet
     images          those that context_ids shows, in order
     adapter         what answers in the place of the policy, by the engines' name; empty: the policy
@@ -66,7 +66,7 @@ SampleTurn = Callable[[TurnRequest], Awaitable[Sample]]
 class EpisodeLimits:
     """Bounds of an episode.
 
-    max_turns        answers of the policy
+    max_turns        answers of the policy, those under way included; failed requests are none
     max_turn_len     tokens of one answer
     max_tokens       tokens of a row, context and answers together
     """
@@ -97,6 +97,7 @@ class EpisodeRecorder:
 
     images        every image that messages name, by digest
     image_marks   tokens by which engines find images in ids; none if the model sees text alone
+    num_requests  what engines were asked for, whether or not they answered
     """
 
     format: Format
@@ -119,6 +120,7 @@ class EpisodeRecorder:
         """First messages of conversations, by fingerprint."""
         self._continued: set[int] = set()
         self._call_ids: list[str] = []
+        self._num_in_flight = 0
 
     async def complete(self, request: ChatRequest) -> Completion:
         """Sample the next answer. Raises EpisodeEndedError if the episode is over or has no room.
@@ -131,8 +133,9 @@ class EpisodeRecorder:
             )
         if self.end is not None:
             raise EpisodeEndedError(self.end)
-        if self.num_requests >= self.limits.max_turns:
-            raise EpisodeEndedError(EndReason.MAX_TURNS, f"{self.num_requests} answers")
+        num_answers = len(self.tree.turns) + self._num_in_flight
+        if num_answers >= self.limits.max_turns:
+            raise EpisodeEndedError(EndReason.MAX_TURNS, f"{num_answers} answers")
         self._refuse_sampled_marks()
         place = self._find(request)
         place, prefix_ids, context_ids = self._context(place, request)
@@ -144,16 +147,13 @@ class EpisodeRecorder:
                 EndReason.MAX_TOKENS, f"{used} of {self.limits.max_tokens} tokens"
             )
         longest = min(room, self.limits.max_turn_len, request.max_tokens or room)
-        number = self.num_requests
-        self.num_requests += 1
         experts_start = max(len(prefix_ids) - 1, 0)
         before = () if place.parent is None else self.tree.path_images(place.parent)
         ids = prefix_ids + context_ids
+        number = self.num_requests
+        self.num_requests += 1
         asked = (number, ids, longest, request.stop, experts_start, before + images)
-        sample = await self.sample(TurnRequest(*asked, request.adapter))
-        answer = await self.parser.parse(
-            sample.response_ids, request.tools, sample.finish_reason, self._call_ids
-        )
+        sample, answer = await self._ask(TurnRequest(*asked, request.adapter), request.tools)
         if self.end is not None:
             raise EpisodeEndedError(self.end, "it ended while the answer was sampled")
         turn = self._add(request, place, context_ids, images, experts_start, sample, answer)
@@ -165,6 +165,18 @@ class EpisodeRecorder:
             logprobs=turn.logprobs,
             finish_reason=_finish_reason(sample, answer),
         )
+
+    async def _ask(self, asked: TurnRequest, tools: Sequence[Tool]) -> tuple[Sample, Answer]:
+        """Return a sample and the message that it is; a failure leaves room for another answer."""
+        self._num_in_flight += 1
+        try:
+            sample = await self.sample(asked)
+            answer = await self.parser.parse(
+                sample.response_ids, tools, sample.finish_reason, self._call_ids
+            )
+        finally:
+            self._num_in_flight -= 1
+        return sample, answer
 
     def add_reward(self, reward: float, turn: int | None = None) -> None:
         """Add to the reward of a turn, or of the episode.

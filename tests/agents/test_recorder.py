@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from mcore_rl.agents.messages import (
     EpisodeEndedError,
     Message,
 )
-from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder
+from mcore_rl.agents.recorder import EpisodeLimits, EpisodeRecorder, SampleTurn, TurnRequest
 from mcore_rl.agents.turn_tree import Fork
+from mcore_rl.types import Sample
 from tests.support.chat_templates import FAMILIES, make_tokenizer, stop_ids
 from tests.support.stand_in_policy import PlainParser, StandInPolicy
 
@@ -183,6 +185,52 @@ def test_limits_end_the_episode() -> None:
         short.ask(user("go"))
     assert ended.value.reason is EndReason.MAX_TOKENS
     assert not short.policy.asked
+
+
+def test_requests_without_an_answer_are_no_turns() -> None:
+    scene = Scene("qwen3", ["one", "two"], EpisodeLimits(2, 50, 1000))
+    recorder, seeds = scene.recorder, []
+
+    async def fail(*asked: Any) -> Any:
+        if isinstance(asked[0], TurnRequest):
+            seeds.append(asked[0].turn)
+        raise RuntimeError("an engine died")
+
+    scene.ask(user("go"))
+    for part, whole in (("sample", scene.policy), ("parser", recorder.parser)):
+        setattr(recorder, part, fail if part == "sample" else SimpleNamespace(parse=fail))
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="an engine died"):
+                scene.ask(user("go"))
+        setattr(recorder, part, whole)
+    scene.ask(user("go on"))
+    assert [turn.number for turn in recorder.tree.turns] == [0, 1]
+    seeds += [request.turn for request in scene.policy.asked]
+    assert sorted(seeds) == list(range(8))
+    with pytest.raises(EpisodeEndedError, match="max_turns: 2 answers"):
+        scene.ask(user("and on"))
+
+
+def test_answers_under_way_count_as_turns() -> None:
+    scene = Scene("qwen3", ["one"], EpisodeLimits(2, 50, 1000))
+
+    async def ask_at_once() -> list[Any]:
+        asked = (scene.recorder.complete(ChatRequest((user("go"),))) for _ in range(3))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    scene.recorder.sample = wait_a_moment(scene.policy)
+    ended = asyncio.run(ask_at_once())[2]
+    assert isinstance(ended, EpisodeEndedError) and ended.reason is EndReason.MAX_TURNS
+
+
+def wait_a_moment(sample: SampleTurn) -> SampleTurn:
+    """Let other requests come before the answer."""
+
+    async def sample_later(request: TurnRequest) -> Sample:
+        await asyncio.sleep(0)
+        return await sample(request)
+
+    return sample_later
 
 
 def test_rewards_are_of_turns_and_of_the_episode() -> None:
