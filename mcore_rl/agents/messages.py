@@ -51,10 +51,14 @@ class CallAttempt:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response as a message of the assistant, and what it tried to call."""
+    """A response as a message of the assistant, and what it tried to call.
+
+    stop_text   text of the request's `stop` that ended the response; the message ends before it
+    """
 
     message: Message
     attempts: tuple[CallAttempt, ...] = ()
+    stop_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class ChatRequest:
     """Asks the policy for its next message.
 
     max_tokens   bound of the response, besides those of the recipe; None: no other
-    stop         texts that end the response
+    stop         texts that end the response; its tokens go through them, its message does not
     adapter      what answers in the place of the policy, by the name that engines know; empty: the
                  policy itself
     """

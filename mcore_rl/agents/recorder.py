@@ -36,6 +36,7 @@ class Parser(Protocol):
         tools: Sequence[Tool],
         finish_reason: str,
         taken: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> Answer: ...
 
 
@@ -172,7 +173,7 @@ class EpisodeRecorder:
         try:
             sample = await self.sample(asked)
             answer = await self.parser.parse(
-                sample.response_ids, tools, sample.finish_reason, self._call_ids
+                sample.response_ids, tools, sample.finish_reason, self._call_ids, asked.stop
             )
         finally:
             self._num_in_flight -= 1

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mcore_rl.agents.chat.answer_parser import AnswerParser
 from mcore_rl.agents.chat.chat_format import ChatFormat
 from mcore_rl.agents.messages import (
     ChatRequest,
@@ -185,6 +186,30 @@ def test_limits_end_the_episode() -> None:
         short.ask(user("go"))
     assert ended.value.reason is EndReason.MAX_TOKENS
     assert not short.policy.asked
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_message_without_its_stop_text_is_continued_after_all_its_tokens(family: str) -> None:
+    said = "Look outside.\nObservation: sun"
+    scene = Scene(family, [said, "Bye."])
+    chosen: Any = make_tokenizer(family)
+    scene.recorder.parser = AnswerParser(
+        chosen, stop_ids(family), refuse_to_parse, tool_parser=None, reasoning_parser=None
+    )
+    first = scene.ask(user("go"), stop=("\nObservation:",))
+    assert first.answer.message["content"] == "Look outside." and first.finish_reason == "stop"
+    sampled = tuple(chosen.encode(said, add_special_tokens=False))
+    assert first.token_ids == scene.policy.answers[0] == sampled
+    scene.ask(user("go"), first.answer.message, user("sun"), stop=("\nObservation:",))
+    turns = scene.recorder.tree.turns
+    assert [(turn.parent, turn.fork) for turn in turns] == [(None, Fork.NONE), (0, Fork.NONE)]
+    asked = scene.policy.asked[1].context_ids
+    assert asked[: len(first.prompt_ids) + len(sampled)] == first.prompt_ids + sampled
+    scene.check_rows()
+
+
+async def refuse_to_parse(path: str, body: Any) -> Any:
+    raise AssertionError(f"no parser is to be asked: {path} {body}")
 
 
 def test_requests_without_an_answer_are_no_turns() -> None:

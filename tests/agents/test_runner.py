@@ -177,8 +177,9 @@ class BadCalls(PlainParser):
         tools: Sequence[Tool],
         finish_reason: str,
         taken: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> Answer:
-        answer = await super().parse(token_ids, tools, finish_reason, taken)
+        answer = await super().parse(token_ids, tools, finish_reason, taken, stop)
         if not answer.message["content"].startswith("CALL"):
             return answer
         return Answer(answer.message, (CallAttempt(CallStatus.BAD_JSON, 0, 1, error="a comma"),))

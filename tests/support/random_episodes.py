@@ -65,6 +65,7 @@ class DrawnParser:
         tools: Sequence[Tool],
         finish_reason: str,
         taken: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> Answer:
         digest = hashlib.blake2b(repr([*map(int, token_ids)]).encode(), digest_size=8)
         generator = random.Random(digest.digest())

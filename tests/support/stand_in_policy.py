@@ -13,7 +13,8 @@ from mcore_rl.types import Prompt, Sample, VersionSpan, WeightVersion
 class StandInPolicy:
     """Says the texts in turn, then the last one for ever; keeps what it was asked.
 
-    stop_id    ends each answer; it is left out of an answer that max_tokens cuts
+    stop_id    ends each answer; it is left out of an answer that max_tokens cuts, and of one that
+               has a stop text of its request
     """
 
     texts: Sequence[str]
@@ -25,7 +26,9 @@ class StandInPolicy:
     async def __call__(self, request: TurnRequest) -> Sample:
         text = self.texts[min(len(self.asked), len(self.texts) - 1)]
         self.asked.append(request)
-        ids = (*self.encode(text), self.stop_id)  # pyright: ignore[reportCallIssue]
+        ids = tuple(self.encode(text))  # pyright: ignore[reportCallIssue]
+        if not any(stop in text for stop in request.stop):
+            ids += (self.stop_id,)
         reason = "stop" if len(ids) <= request.max_tokens else "length"
         ids = ids[: request.max_tokens]
         self.answers.append(ids)
@@ -54,6 +57,7 @@ class PlainParser:
         tools: Sequence[Tool],
         finish_reason: str,
         taken: Sequence[str] = (),
+        stop: Sequence[str] = (),
     ) -> Answer:
         text = self._decode(list(token_ids))  # pyright: ignore[reportCallIssue]
         return Answer({"role": "assistant", "content": text})

@@ -175,8 +175,12 @@ class AnswerParser:
         tools: Sequence[Tool],
         finish_reason: str,
         taken: Collection[str] = (),
+        stop: Sequence[str] = (),
     ) -> Answer:
         """Return the response as a message, and each call that it wrote or tried to write.
+
+        The message ends before the first of the texts `stop`, as APIs have it; engines sample the
+        tokens of that text, and may sample more. An end of a call among these texts is kept.
 
         The content is the text outside of reasoning and calls; calls that failed stay in it, so
         that the policy sees them if the conversation is rendered again. gpt-oss's content and
@@ -186,6 +190,9 @@ class AnswerParser:
         taken           ids of earlier calls in the episode, for Kimi, whose responses name ids
         """
         text = self._text(token_ids)
+        stop_text = ""
+        if finish_reason == "stop":
+            text, stop_text = self._cut(text, stop, keep_end=bool(tools))
         reasoning, rest = await self._separate(text)
         begin = 0 if rest == text or self._tool_parser == HARMONY else _begin_of_rest(text, rest)
         content = rest.lstrip("\n") if begin else rest
@@ -201,7 +208,7 @@ class AnswerParser:
         calls = [call for one in parsed for call in one.calls]
         if calls:
             message["tool_calls"] = calls
-        return Answer(message, self._attempts(token_ids, text, parsed))
+        return Answer(message, self._attempts(token_ids, text, parsed), stop_text)
 
     async def _separate(self, text: str) -> tuple[str, str]:
         """Return the reasoning and the text after it."""
@@ -221,6 +228,18 @@ class AnswerParser:
             if self._syntax is None or last != self._syntax.end:
                 token_ids = token_ids[:-1]
         return decode(self._tokenizer, token_ids)
+
+    def _cut(self, text: str, stop: Sequence[str], keep_end: bool) -> tuple[str, str]:
+        """Return the text before the first of the texts `stop`, and which it is; empty: none.
+
+        keep_end   whether a stop text that is the end of a call stays, so that the call is whole
+        """
+        places = [(text.find(one), len(one), one) for one in stop]
+        begin, length, found = min(
+            (place for place in places if place[0] >= 0), default=(len(text), 0, "")
+        )
+        is_end = self._syntax is not None and found and found.strip() == self._syntax.end
+        return text[: begin + length if keep_end and is_end else begin], found
 
     async def _calls(
         self,

@@ -37,7 +37,7 @@ from mcore_rl.agents.gateway.normal import (
     normalize_message,
     parse_arguments,
 )
-from mcore_rl.agents.messages import ChatRequest, Message, Tool
+from mcore_rl.agents.messages import ChatRequest, Completion, Message, Tool
 
 _REFUSED = {
     "mcp_servers": "run the servers in the agent, and give their tools as function tools",
@@ -92,7 +92,7 @@ class AnthropicMessages:
         return {
             **_head(call, answered),
             "content": make_content_blocks(completion.answer.message),
-            "stop_reason": _STOP_REASONS.get(completion.finish_reason, "end_turn"),
+            **_explain_ending(completion),
             "usage": _usage(answered, len(completion.token_ids)),
         }
 
@@ -106,7 +106,7 @@ class AnthropicMessages:
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
-        ending = {"stop_reason": finished["stop_reason"], "stop_sequence": None}
+        ending = {name: finished[name] for name in ("stop_reason", "stop_sequence")}
         yield _event("message_delta", delta=ending, usage=finished["usage"])
         yield _event("message_stop")
 
@@ -130,6 +130,14 @@ def _head(call: Call, answered: Answered) -> dict[str, Any]:
         "stop_reason": None,
         "stop_sequence": None,
     }
+
+
+def _explain_ending(completion: Completion) -> dict[str, str | None]:
+    """Return why the answer ends, and the text of the client that ended it."""
+    if completion.finish_reason == "stop" and completion.answer.stop_text:
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.answer.stop_text}
+    reason = _STOP_REASONS.get(completion.finish_reason, "end_turn")
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _usage(answered: Answered, num_sampled: int) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -28,6 +29,7 @@ def parse(
     reasoning_parser: str | None = None,
     finish_reason: str = "stop",
     tools: Any = TOOLS,
+    stop: Sequence[str] = (),
 ) -> tuple[Answer, list[str]]:
     """Return the answer of the tokens of `text`, and the texts of its attempts' tokens."""
     tokenizer = make_tokenizer(family)
@@ -41,7 +43,7 @@ def parse(
         reasoning_parser=reasoning_parser,
         new_id=lambda: f"call_{next(numbers)}",
     )
-    answer = asyncio.run(parser.parse(ids, tools, finish_reason))
+    answer = asyncio.run(parser.parse(ids, tools, finish_reason, stop=stop))
     return answer, [tokenizer.decode(ids[a.start : a.stop]) for a in answer.attempts]
 
 
@@ -239,6 +241,47 @@ def test_parsers_are_checked(
     else:
         asyncio.run(parser.check())
         assert len(sglang.asked) == (2 if tool_parser else 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "content", "ended_by"),
+    [
+        ("Act\nObservation: sun", ["\nObservation:"], "Act", "\nObservation:"),
+        ("one two three", ["three", "two", "no"], "one ", "two"),
+        ("one two", ["two", "two"], "one ", "two"),
+        ("stop at once", ["stop"], "", "stop"),
+        ("it goes on<|im_end|>", ["off"], "it goes on", ""),
+        ("ends<|im_end|>", ["<|im_end|>"], "ends", ""),
+    ],
+)
+def test_a_message_ends_before_the_first_stop_text(
+    sglang: ParserProcess, text: str, stop: list[str], content: str, ended_by: str
+) -> None:
+    answer, _ = parse(sglang, "qwen3", text, stop=stop)
+    assert answer == Answer({"role": "assistant", "content": content}, (), ended_by)
+    cut, _ = parse(sglang, "qwen3", text, finish_reason="length", stop=stop)
+    assert cut.message["content"] == text.removesuffix("<|im_end|>") and not cut.stop_text
+
+
+def test_reasoning_and_calls_end_before_a_stop_text(sglang: ParserProcess) -> None:
+    thought = "<think>\nhm, STOP here"
+    answer, _ = parse(sglang, "qwen3", thought, reasoning_parser="qwen3", stop=["STOP"])
+    assert answer.message["reasoning_content"].strip() == "hm,"
+    assert not answer.message["content"] and answer.stop_text == "STOP"
+    call = qwen_call("look", '{"x": "1"}')
+    answer, texts = parse(sglang, "qwen3", f"Look: {call}\nSTOP now", stop=["STOP"])
+    assert calls_of(answer) == [("look", {"x": "1"})] and texts == [call]
+    assert answer.message["content"] == "Look:"
+    answer, _ = parse(sglang, "qwen3", f"{call[:30]}STOP", stop=["STOP"])
+    assert statuses(answer) == [UNCLOSED]
+
+
+def test_a_stop_text_that_ends_a_call_stays(sglang: ParserProcess) -> None:
+    call = qwen_call("look", '{"x": "1"}')
+    answer, texts = parse(sglang, "qwen3", f"{call}\n{call}", stop=["</tool_call>"])
+    assert calls_of(answer) == [("look", {"x": "1"})] and texts == [call]
+    answer, _ = parse(sglang, "qwen3", call, tools=(), stop=["</tool_call>"])
+    assert answer.message["content"] == call.removesuffix("</tool_call>")
 
 
 def test_an_empty_response(sglang: ParserProcess) -> None:

@@ -1,11 +1,14 @@
 """Translation of Anthropic's messages; an echo equals the answer."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 
 from mcore_rl.agents.gateway.anthropic_messages import AnthropicMessages
 from mcore_rl.agents.gateway.api import BadRequestError, Memory
-from tests.support.gateway_answers import answers, assembled, events_of, exchange
+from tests.support.gateway_answers import answered, answers, assembled, events_of, exchange
 
 API = AnthropicMessages()
 HELLO = {"role": "user", "content": "hello"}
@@ -37,6 +40,27 @@ def test_the_stream_carries_the_arguments_as_the_policy_wrote_them():
     call, _, _ = exchange(API, {"messages": [HELLO]}, message)
     deltas = [event.get("delta", {}) for event in events_of(API, call, message)]
     assert written in [delta.get("partial_json") for delta in deltas]
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_text", "told"),
+    [
+        ("stop", "END", ("stop_sequence", "END")),
+        ("stop", "", ("end_turn", None)),
+        ("tool_calls", "END", ("tool_use", None)),
+        ("length", "", ("max_tokens", None)),
+    ],
+)
+def test_an_answer_tells_what_ended_it(finish_reason, stop_text, told):
+    call = API.read({"messages": [HELLO], "stop_sequences": ["END"]}, Memory())
+    given = answered({"role": "assistant", "content": "so"})
+    answer = replace(given.completion.answer, stop_text=stop_text)
+    completion = replace(given.completion, answer=answer, finish_reason=finish_reason)
+    given = replace(given, completion=completion)
+    stream = b"".join(API.events(call, given)).decode()
+    ending = json.loads(stream.partition("event: message_delta\ndata: ")[2].partition("\n")[0])
+    for body in (API.answer(call, given), ending["delta"]):
+        assert (body["stop_reason"], body["stop_sequence"]) == told
 
 
 def test_tool_results_become_messages_of_tools_in_their_order():
