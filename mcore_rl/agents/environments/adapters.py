@@ -80,7 +80,8 @@ class Adapter:
 
     module, name  the class; it is called with an object of its options
     options       dataclass of its options, in the same module; its method check_imports, if any,
-                  imports the code that options name
+                  imports the code that options name; its attribute after_deadline_s, if any, is how
+                  long a program's `run` may go on after its deadline, to score what was left
     modules       what the worker's interpreter must be able to import
     packages      how pip calls them
     """

@@ -108,6 +108,11 @@ class CommandOptions:
         if "{" not in program and shutil.which(program) is None:
             raise ValueError(f"command: there is no program {program!r}; install it or give a path")
 
+    @property
+    def after_deadline_s(self) -> float:
+        """Seconds that `score` may take after a program that ended at its deadline."""
+        return self.score_timeout_s if self.score else 0.0
+
 
 @dataclass(frozen=True)
 class _Ended:

@@ -25,7 +25,10 @@ from mcore_rl.agents.messages import EpisodeTask
 from mcore_rl.process.folders import TempDir
 
 _RUN_GRACE_S = 30.0
-"""A worker ends a program that takes too long by itself; the pool waits this much longer."""
+"""A worker ends a program, and the scoring of what the program left, in time by itself.
+
+The pool waits this much longer, for the end of processes and for the reply.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,8 @@ class EnvironmentPool:
         deadline_s = self._options.run_timeout_s
         request = {"episode": name, "task": fields, "deadline_s": deadline_s}
         try:
-            value = await worker.call("run", what, deadline_s + _RUN_GRACE_S, request)
+            limit_s = deadline_s + worker.after_deadline_s + _RUN_GRACE_S
+            value = await worker.call("run", what, limit_s, request)
         except asyncio.CancelledError:
             await worker.abandon(name)
             raise

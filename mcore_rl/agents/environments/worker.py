@@ -42,6 +42,11 @@ class Host:
         self._episodes: dict[int, _Episode] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
+    @property
+    def after_deadline_s(self) -> float:
+        """Seconds that `run` may take beyond its deadline, as the options say; 0 without."""
+        return float(getattr(self._options, "after_deadline_s", 0.0))
+
     async def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out one request; return the fields of its reply, an error among them."""
         try:
@@ -213,8 +218,9 @@ _CLOSE_ALL_S = 2.0
 async def serve(connection: socket.socket) -> None:
     """Serve a pool until it closes the connection or sends None.
 
-    The first frame names kind and options; the reply has the process id if they are right. Each
-    further frame is a request, answered when it is done, in any order.
+    The first frame names kind and options; if they are right, the reply has the process id and
+    the seconds that a run may take beyond its deadline. Each further frame is a request, answered
+    when it is done, in any order.
     """
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     first = await read_frame(reader)
@@ -241,7 +247,8 @@ async def _make_host(first: dict[str, Any], writer: asyncio.StreamWriter) -> Hos
     except Exception as error:  # the pool gets it, and raises it where the user sees it
         await _send(writer, {"call": first["call"], "error": describe(error)})
         return None
-    await _send(writer, {"call": first["call"], "value": os.getpid()})
+    value = {"pid": os.getpid(), "after_deadline_s": host.after_deadline_s}
+    await _send(writer, {"call": first["call"], "value": value})
     return host
 
 

@@ -210,7 +210,11 @@ def make_worker_environment(options: EnvironmentOptions, folder: Path) -> dict[s
 
 
 class WorkerProcess:
-    """A running worker. `lost` says why it is gone; empty: it answers."""
+    """A running worker.
+
+    lost              why it is gone; empty: it answers
+    after_deadline_s  how long its environment's `run` may go on after the deadline, to score
+    """
 
     def __init__(self, number: int, options: EnvironmentOptions, log_path: Path) -> None:
         self.name = f"worker {number}"
@@ -218,6 +222,7 @@ class WorkerProcess:
         self.episodes: set[int] = set()
         self.retires = False
         self.lost = ""
+        self.after_deadline_s = 0.0
         self.log_path = log_path
         self._kind = options.kind
         self._options = options
@@ -252,13 +257,14 @@ class WorkerProcess:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._reading = asyncio.ensure_future(self._read(on_lost))
         try:
-            pid = await self.call(
+            told = await self.call(
                 "start", "loading its class", self._options.start_timeout_s, self._load()
             )
         except BaseException:
             await self.stop()
             raise
-        self._watching = asyncio.ensure_future(self._end_if_stopped(pid))
+        self.after_deadline_s = told["after_deadline_s"]
+        self._watching = asyncio.ensure_future(self._end_if_stopped(told["pid"]))
 
     async def call(
         self, verb: str, what: str, timeout_s: float, fields: Mapping[str, Any] | None = None

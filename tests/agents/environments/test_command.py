@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.agents.environments import pool
 from mcore_rl.agents.environments.command import (
     CommandOptions,
     find_inner_path,
@@ -80,6 +81,18 @@ def test_a_command_scores_what_the_program_left(code, reward):
     score = f"assert open('made').read() == 'x'\n{code}"
     result = run({"command": python("open('made', 'w').write('x')"), "score": python(score)})
     assert (result.reward, result.end_reason) == (reward, "done")
+
+
+def test_a_program_that_ends_at_its_deadline_is_scored(monkeypatch):
+    monkeypatch.setattr(pool, "_RUN_GRACE_S", -1800.0)  # as if the program had taken all its time
+    options = {"command": ["true"], "score": ["true"], "score_timeout_s": 60.0}
+    result = run(options, run_timeout_s=1800.0)
+    assert (result.reward, result.end_reason) == (1.0, "done")
+
+
+def test_only_a_score_takes_time_after_the_deadline():
+    assert CommandOptions(["true"], score_timeout_s=9.0).after_deadline_s == 0.0
+    assert CommandOptions(["true"], score=["true"], score_timeout_s=9.0).after_deadline_s == 9.0
 
 
 def test_a_program_that_fails_has_no_reward_but_the_end_of_its_output():
