@@ -10,11 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore_rl.agents.environments.environment import Message, Start, Step, add_text, join_texts
+from mcore_rl.agents.environments.environment import (
+    Message,
+    Start,
+    Step,
+    add_text,
+    cut,
+    join_texts,
+)
 from mcore_rl.data.rows import get_mapping
 from mcore_rl.process.errors import describe_error
 
 _MAX_MESSAGE_BYTES = 100 * 1024 * 1024
+_REFUSED = "VALIDATION_ERROR"
+"""Code of a server's error for fields that are no action (openenv, env_server/types.py)."""
+_PROBLEMS_LEN = 1000
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,8 @@ class OpenEnvOptions:
                      are fields of it
     instructions     said before the first observation
     parse_penalty, max_parse_errors
-                     for answers that are no JSON object, as in GymnasiumOptions
+                     for answers that are no JSON object, or whose values the server refuses as
+                     fields of an action, as in GymnasiumOptions
     connect_timeout_s
                      for the server to start and accept a session
 
@@ -63,6 +74,14 @@ class OpenEnvOptions:
 
 _servers: dict[tuple[str, ...], asyncio.Future[str]] = {}
 """URLs of the servers that this worker started; they end with it."""
+
+
+class _RefusedFieldsError(RuntimeError):
+    """The server does not take fields; `problems` has pydantic's errors: loc, type, msg."""
+
+    def __init__(self, text: str, problems: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(text)
+        self.problems = problems
 
 
 class OpenEnvEnvironment:
@@ -99,12 +118,13 @@ class OpenEnvEnvironment:
     async def step(self, message: Message) -> Step:
         action = self._action(join_texts(message))
         if action is None:
-            self._num_parse_errors += 1
-            ends = self._num_parse_errors >= self._options.max_parse_errors
-            text = "This answer has no action: answer with one JSON object."
-            reward = -self._options.parse_penalty
-            return self._step(text, reward, ends, "parse_error" if ends else "")
-        data = await self._ask("step", action)
+            return self._tell_no_action("answer with one JSON object.")
+        try:
+            data = await self._ask("step", action)
+        except _RefusedFieldsError as error:
+            if not self._blames_answer(error.problems):
+                raise
+            return self._tell_no_action(_describe_problems(error.problems))
         self._num_steps += 1
         return self._step(self._text(data), float(data.get("reward") or 0.0), bool(data["done"]))
 
@@ -112,6 +132,13 @@ class OpenEnvEnvironment:
         if self._session is not None:
             with contextlib.suppress(OSError):
                 await self._session.close()
+
+    def _tell_no_action(self, why: str) -> Step:
+        self._num_parse_errors += 1
+        ends = self._num_parse_errors >= self._options.max_parse_errors
+        text = f"This answer has no action: {why}"
+        reward = -self._options.parse_penalty
+        return self._step(text, reward, ends, "parse_error" if ends else "")
 
     def _step(self, text: str, reward: float, done: bool, end_reason: str = "") -> Step:
         messages: list[Message] = [] if done else [{"role": "user", "content": text}]
@@ -122,20 +149,34 @@ class OpenEnvEnvironment:
         await self._session.send(json.dumps({"type": kind, "data": data}))
         reply = json.loads(await self._session.recv())
         if reply["type"] != "observation":
-            raise RuntimeError(
-                f"the OpenEnv server answers {kind} by {reply['type']}: {reply['data']}"
-            )
+            text = f"the OpenEnv server answers {kind} by {reply['type']}: {reply['data']}"
+            if reply["data"].get("code") == _REFUSED:
+                raise _RefusedFieldsError(text, reply["data"].get("errors") or ())
+            raise RuntimeError(text)
         return reply["data"]
+
+    def _blames_answer(self, problems: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the answer's own words are refused, not what `action` says for all."""
+        places = [str(problem["loc"][0]) if problem["loc"] else "" for problem in problems]
+        if self._options.action_is_json:
+            return not places or any(place not in self._list_fixed_fields() for place in places)
+        action = self._options.action.items()
+        said = {key for key, value in action if "{answer}" in json.dumps(value)}
+        is_unknown = any(problem["type"] == "extra_forbidden" for problem in problems)
+        return not is_unknown and all(place in said for place in places)
 
     def _action(self, answer: str) -> dict[str, Any] | None:
         if not self._options.action_is_json:
             return _fill(self._options.action, answer)
         try:
             found = json.loads(answer[answer.index("{") : answer.rindex("}") + 1])
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        fixed = {key: value for key, value in self._options.action.items() if value != "{answer}"}
-        return {**found, **fixed}
+        return {**found, **self._list_fixed_fields()}
+
+    def _list_fixed_fields(self) -> dict[str, Any]:
+        """Return the fields that `action` adds to those of a JSON answer."""
+        return {key: value for key, value in self._options.action.items() if value != "{answer}"}
 
     def _text(self, data: Mapping[str, Any]) -> str:
         observation = data["observation"]
@@ -147,6 +188,12 @@ class OpenEnvEnvironment:
                 f"observation {self._options.observation!r} asks for {error}: the server's has "
                 f"{', '.join(observation)}"
             ) from error
+
+
+def _describe_problems(problems: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the policy is told of fields that are refused."""
+    texts = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems]
+    return cut(f"its fields are refused: {'; '.join(texts)}", _PROBLEMS_LEN)
 
 
 def _fill(value: Any, answer: str) -> Any:

@@ -33,7 +33,7 @@ from mcore_rl.agents.environments.environment import (
 )
 from mcore_rl.agents.environments.tools_env import ToolCalls, ToolEpisode, ToolOutcome, call_either
 from mcore_rl.process.server_keys import read_search_url, read_secret, split_key
-from mcore_rl.services.search.client import SearchClient
+from mcore_rl.services.search.client import MOST_QUERY_LEN, SearchClient
 from mcore_rl.services.search.layout import Hit, split_title
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
@@ -240,11 +240,12 @@ class SearchTagsOptions(SearchOptions):
     shows_passages   false: {passages} stay empty, to see what a policy can do without them
     role             who says it to the policy: user or tool
     max_searches     a further one ends the episode; 0: any number
-    max_invalid      answers without a pair of tags that are told of it; the next ends the episode
+    max_invalid      invalid answers that are told of it; the next ends the episode. An answer is
+                     invalid without a pair of tags, or with a query that is too long to be asked
     told_invalid     what they are told
     score            em, f1 or contains
     format_score     of an answer that is wrong
-    invalid_penalty  for each answer without a pair of tags
+    invalid_penalty  for each invalid answer
     rest_penalty     for each answer with text after its pair of tags
     """
 
@@ -290,9 +291,12 @@ class Action:
 
 
 def find_action(text: str) -> Action:
-    """Return the action of an answer: its first pair of tags."""
+    """Return the action of an answer: its first pair of tags.
+
+    A query of more than MOST_QUERY_LEN characters, which the server would refuse, is no action.
+    """
     found = _ACTION.search(text)
-    if found is None:
+    if found is None or (found[1] == "search" and len(found[2].strip()) > MOST_QUERY_LEN):
         return Action("")
     return Action(found[1], found[2].strip(), bool(text[found.end() :].strip()))
 
@@ -407,6 +411,9 @@ class SearchToolEnvironment:
     async def _call(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         if not isinstance(arguments.get("query"), str) or set(arguments) != {"query"}:
             return ToolOutcome("Error: search takes one text, query", failed=True)
+        if (query_len := len(arguments["query"])) > MOST_QUERY_LEN:
+            text = f"Error: query has {query_len} characters, at most {MOST_QUERY_LEN} are allowed"
+            return ToolOutcome(text, failed=True)
         try:
             async with asyncio.timeout(self._options.deadline_s + 5.0):
                 return ToolOutcome(await call_either(self._searcher.show, arguments["query"]))

@@ -1,12 +1,14 @@
 """A server on the unchanged package openenv is started by a worker, and played by text."""
 
 import asyncio
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mcore_rl.agents.environments.environment import EnvironmentFailedError
-from mcore_rl.agents.environments.openenv_env import OpenEnvOptions
+from mcore_rl.agents.environments.openenv_env import OpenEnvEnvironment, OpenEnvOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
 from tests.agents.environments.foreign import PYTHON, needs_agents_venv, play
@@ -35,6 +37,71 @@ def test_answers_may_be_json_and_the_task_has_arguments_of_reset():
     assert [step.reward for step in steps] == [-0.5, -0.5, 1.0]
     _, steps = play("openenv", {**options, "max_parse_errors": 1}, task, ["x"])
     assert steps[0].done and steps[0].end_reason == "parse_error"
+    _, steps = play("openenv", options, task, ['{"message": 3, "guess": "x"}', '{"message": "x"}'])
+    assert [step.reward for step in steps] == [-0.5, 1.0]
+    refused = "message: Input should be a valid string; guess: Extra inputs are not permitted"
+    told = f"This answer has no action: its fields are refused: {refused}"
+    assert steps[0].messages == [{"role": "user", "content": told}]
+
+
+class Refusing:
+    """A session of a server that refuses the field `place` of every action, as openenv does."""
+
+    def __init__(self, place: str, kind: str) -> None:
+        problem = {"type": kind, "loc": [place], "msg": "it is wrong", "input": {}}
+        data = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [problem]}
+        self.reply = json.dumps({"type": "error", "data": data})
+
+    async def send(self, text: str) -> None: ...
+
+    async def recv(self) -> str:
+        return self.reply
+
+
+def step_refused(answer: str, place: str, kind: str, **options: Any):
+    environment = OpenEnvEnvironment(OpenEnvOptions("http://a", parse_penalty=0.5, **options))
+    environment._session = Refusing(place, kind)
+    return asyncio.run(environment.step({"role": "assistant", "content": answer}))
+
+
+JSON = {"action_is_json": True, "action": {"player": "me"}}
+TYPED = {"action": {"move": "{answer}", "player": "me"}}
+
+
+@pytest.mark.parametrize(
+    ("answer", "place", "kind", "options"),
+    [
+        ("{}", "move", "missing", JSON),
+        ('{"go": 3}', "go", "extra_forbidden", JSON),
+        ("north", "move", "int_parsing", TYPED),
+    ],
+)
+def test_fields_that_the_server_refuses_are_no_action(answer, place, kind, options):
+    step = step_refused(answer, place, kind, **options)
+    assert step.reward == -0.5 and not step.done and step.metrics["parse_errors"] == 1
+    told = f"This answer has no action: its fields are refused: {place}: it is wrong"
+    assert step.messages == [{"role": "user", "content": told}]
+    last = step_refused(answer, place, kind, max_parse_errors=1, **options)
+    assert (last.done, last.reward, last.end_reason) == (True, -0.5, "parse_error")
+
+
+@pytest.mark.parametrize(
+    ("place", "kind", "options"),
+    [
+        ("player", "literal_error", JSON),
+        ("player", "literal_error", TYPED),
+        ("move", "extra_forbidden", TYPED),
+        ("step", "missing", TYPED),
+    ],
+)
+def test_fields_that_the_options_give_are_not_the_policys_fault(place, kind, options):
+    with pytest.raises(RuntimeError, match=r"answers step by error: .*it is wrong"):
+        step_refused("{}", place, kind, **options)
+
+
+def test_json_that_is_too_deep_is_no_action():
+    deep = f'{{"move": {"[" * 100_000}}}'
+    assert step_refused(deep, "move", "list_type", **JSON).metrics["parse_errors"] == 1
 
 
 @needs_agents_venv()

@@ -76,6 +76,12 @@ def test_a_search_and_an_answer(url: str) -> None:
         (["<answer>kilu or bova</answer>"], {"score": "f1"}, [0.5], ""),
         (["<answer>kilu or bova</answer>"], {"score": "contains"}, [1.0], ""),
         (["kilu", "<answer>kilu</answer>"], {"invalid_penalty": 0.2}, [-0.2, 1.0], ""),
+        (
+            [f"<search>{'a' * 4097}</search>", "<answer>kilu</answer>"],
+            {"invalid_penalty": 0.2},
+            [-0.2, 1.0],
+            "",
+        ),
         (["<answer>kilu</answer> sure"], {"rest_penalty": 0.1}, [0.9], ""),
         (["kilu", "kilu"], {"max_invalid": 1, "invalid_penalty": 0.1}, [-0.1, -0.1], "parse_error"),
         (["<search>teacher of bova</search>"] * 2, {"max_searches": 1}, [0.0, 0.0], "max_turns"),
@@ -104,6 +110,9 @@ def test_results_can_be_withheld_and_said_otherwise(url: str) -> None:
         ("<search>a</answer> <answer>b</answer>", Action("answer", "b")),
         ("<search>a", Action("")),
         ("", Action("")),
+        (f"<search> {'a' * 4096} </search>", Action("search", "a" * 4096)),
+        (f"<search>{'a' * 4097}</search> b", Action("")),
+        (f"<answer>{'a' * 4097}</answer>", Action("answer", "a" * 4097)),
     ],
 )
 def test_the_first_pair_of_tags_is_the_action(text: str, action: Action) -> None:

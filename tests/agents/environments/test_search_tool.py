@@ -70,6 +70,13 @@ def test_wrong_arguments_are_told(url: str, arguments: dict[str, Any]) -> None:
     assert not step.done and step.metrics["tools/failures"] == 1.0
 
 
+def test_a_query_that_no_server_takes_is_told(url: str) -> None:
+    _, (step,) = play(url, call(query="a" * 4097))
+    told = "Error: query has 4097 characters, at most 4096 are allowed"
+    assert step.messages[0]["content"] == told
+    assert not step.done and step.metrics["tools/failures"] == 1.0
+
+
 def test_too_many_turns_end_without_reward(url: str) -> None:
     _, (step,) = play(url, call(query="teacher of bova"), max_turns=1)
     assert step.done and step.end_reason == "max_turns" and step.reward == 0.0
