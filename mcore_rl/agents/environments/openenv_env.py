@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import json
+import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from mcore_rl.agents.environments.environment import (
 from mcore_rl.data.rows import get_mapping
 from mcore_rl.process.errors import describe_error
 
+logger = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 100 * 1024 * 1024
 _REFUSED = "VALIDATION_ERROR"
 """Code of a server's error for fields that are no action (openenv, env_server/types.py)."""
@@ -72,8 +74,14 @@ class OpenEnvOptions:
             )
 
 
-_servers: dict[tuple[str, ...], asyncio.Future[str]] = {}
-"""URLs of the servers that this worker started; they end with it."""
+@dataclass(frozen=True)
+class _Server:
+    url: str
+    process: asyncio.subprocess.Process
+
+
+_servers: dict[tuple[str, ...], asyncio.Future[_Server]] = {}
+"""The servers that this worker started, by command; they end with it."""
 
 
 class _RefusedFieldsError(RuntimeError):
@@ -206,13 +214,27 @@ def _fill(value: Any, answer: str) -> Any:
 
 
 async def _start_server(command: tuple[str, ...], limit_s: float) -> str:
-    """Return the URL of this worker's server, which the first episode starts."""
-    if command not in _servers or (_servers[command].done() and _servers[command].exception()):
+    """Return the URL of this worker's server.
+
+    The first episode starts the server, and so does the first one after the server has ended.
+    """
+    if command not in _servers or _has_ended(_servers[command]):
         _servers[command] = asyncio.ensure_future(_start(command, limit_s))
-    return await asyncio.shield(_servers[command])
+    return (await asyncio.shield(_servers[command])).url
 
 
-async def _start(command: tuple[str, ...], limit_s: float) -> str:
+def _has_ended(starting: asyncio.Future[_Server]) -> bool:
+    """Return whether a server did not start, or its process is over."""
+    if not starting.done() or starting.exception():
+        return starting.done()
+    server = starting.result()
+    if (status := server.process.returncode) is None:
+        return False
+    logger.warning("the OpenEnv server at %s ended with status %d", server.url, status)
+    return True
+
+
+async def _start(command: tuple[str, ...], limit_s: float) -> _Server:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -229,7 +251,7 @@ async def _start(command: tuple[str, ...], limit_s: float) -> str:
             await asyncio.sleep(0.1)
             continue
         writer.close()
-        return f"http://127.0.0.1:{port}"
+        return _Server(f"http://127.0.0.1:{port}", process)
     process.kill()
     raise TimeoutError(
         f"the OpenEnv server {words} did not listen at port {port} within {limit_s:g} s "

@@ -6,6 +6,7 @@ gateway of the episode. So an episode is one call of `run`, as for any other pro
 
 import asyncio
 import importlib
+import logging
 import os
 import sys
 import uuid
@@ -17,6 +18,9 @@ from typing import Any
 
 from mcore_rl.agents.environments.command import make_gateway_variables
 from mcore_rl.agents.environments.environment import ProgramResult
+from mcore_rl.process.errors import describe_error
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,22 @@ class _Served:
                 self.ready.set_result(None)
                 await asyncio.Event().wait()
         except (Exception, SystemExit) as error:  # every episode that waits gets it
-            self.ready.set_exception(RuntimeError(f"verifiers does not start: {error}"))
+            if self.ready.done():
+                logger.warning("the servers of verifiers ended: %s", describe_error(error))
+            else:
+                self.ready.set_exception(RuntimeError(f"verifiers does not start: {error}"))
 
 
 _served: dict[str, _Served] = {}
+"""Environments by their options, in this worker."""
+
+
+def _find_served(options: VerifiersOptions) -> _Served:
+    """Return this worker's environment; made anew if its servers did not start, or ended."""
+    key = repr(options)
+    if key not in _served or _served[key].holding.done():
+        _served[key] = _Served(options)
+    return _served[key]
 
 
 class VerifiersEpisode:
@@ -99,10 +115,7 @@ class VerifiersEpisode:
 
     async def run(self, task: Mapping[str, Any], deadline_s: float) -> ProgramResult:
         """Run the episode; ValueError if the task lacks a gateway, or the taskset the task."""
-        key = repr(self._options)
-        if key not in _served:
-            _served[key] = _Served(self._options)
-        served = _served[key]
+        served = _find_served(self._options)
         await asyncio.shield(served.ready)
         number = self._options.read_number(task)
         gateway = make_gateway_variables(task)

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcore_rl.agents.environments import openenv_env
 from mcore_rl.agents.environments.environment import EnvironmentFailedError
 from mcore_rl.agents.environments.openenv_env import OpenEnvEnvironment, OpenEnvOptions
 from mcore_rl.agents.environments.pool import EnvironmentPool
@@ -115,6 +117,29 @@ def test_the_episodes_of_a_worker_are_sessions_of_one_server():
             return await asyncio.gather(*(each.step(answer) for each, answer in pairs))
 
     assert [step.reward for step in asyncio.run(run())] == [1.0] * 4
+
+
+def test_a_server_that_ended_is_started_again(monkeypatch):
+    monkeypatch.setattr(openenv_env, "_servers", {})
+    serve = "import socket, sys; s = socket.create_server(('127.0.0.1', int(sys.argv[1])))\n"
+    command = (sys.executable, "-c", f"{serve}while True: s.accept()", "{port}")
+
+    async def run():
+        urls = [await openenv_env._start_server(command, 30.0) for _ in range(2)]
+        first = openenv_env._servers[command].result().process
+        first.kill()
+        await first.wait()
+        starts = (openenv_env._start_server(command, 30.0) for _ in range(2))
+        urls += await asyncio.gather(*starts)
+        second = openenv_env._servers[command].result().process
+        is_running = second.returncode is None
+        second.kill()
+        await second.wait()
+        return urls, is_running, first.pid != second.pid
+
+    (one, again, *others), is_running, differ = asyncio.run(run())
+    assert one == again and len(set(others)) == 1
+    assert is_running and differ
 
 
 @needs_agents_venv()

@@ -4,14 +4,17 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import psutil
 import pytest
 
+from mcore_rl.agents.environments import verifiers_env
 from mcore_rl.agents.environments.pool import EnvironmentPool
 from mcore_rl.agents.environments.verifiers_env import VerifiersOptions, add_modules
 from mcore_rl.agents.environments.worker_process import EnvironmentOptions
@@ -135,6 +138,66 @@ def task_of(url, number):
 def test_a_gateway_that_is_not_there_is_an_error_of_the_environment(run):
     (result,) = run("http://127.0.0.1:9", 0)
     assert result.reward is None and result.end_reason == "env_error" and result.detail
+
+
+class Serving:
+    """An environment of verifiers whose servers start or not, and may end, as told."""
+
+    def __init__(self, starts: bool) -> None:
+        self.starts = starts
+        self.taskset = range(9)
+        self._interception = SimpleNamespace(servers=[])
+
+    @asynccontextmanager
+    async def serving(self):
+        if not self.starts:
+            raise OSError("no port is free")
+        yield
+
+    async def run_episode(self, task: int, context: Any) -> Any:
+        trace = SimpleNamespace(reward=task, errors=[], metrics={})
+        return SimpleNamespace(traces=[trace], errors=[], ok=True)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list[Serving]:
+    """Stand in for the package; return the environments that it makes, of which one starts not."""
+    made: list[Serving] = []
+
+    def make(config: Any) -> Serving:
+        made.append(Serving(starts=bool(made)))
+        return made[-1]
+
+    loaders = SimpleNamespace(resolve_env_config=dict, load_environment=make)
+    clients = SimpleNamespace(
+        EvalClientConfig=dict, ModelContext=lambda *_: SimpleNamespace(client=None)
+    )
+    monkeypatch.setitem(sys.modules, "verifiers.v1.utils.loaders", loaders)
+    monkeypatch.setitem(sys.modules, "verifiers.v1.clients", clients)
+    monkeypatch.setattr(verifiers_env, "share_certificates", lambda: None)
+    monkeypatch.setattr(verifiers_env, "_served", {})
+    return made
+
+
+def test_servers_that_did_not_start_or_ended_are_started_for_the_next_episode(made):
+    options = VerifiersOptions(ENV)
+    key = repr(options)
+
+    async def run():
+        def play() -> Any:
+            return verifiers_env.VerifiersEpisode(options).run(task_of("http://a", 3), 60.0)
+
+        failed = await asyncio.gather(play(), play(), return_exceptions=True)
+        rewards = [(await play()).reward, (await play()).reward]
+        holding = verifiers_env._served[key].holding
+        holding.cancel()
+        await asyncio.wait([holding])
+        rewards.append((await play()).reward)
+        return [str(error) for error in failed], rewards
+
+    failed, rewards = asyncio.run(run())
+    assert failed == ["verifiers does not start: no port is free"] * 2
+    assert rewards == [3.0] * 3 and len(made) == 3
 
 
 def test_an_environment_without_a_taskset_is_refused():
