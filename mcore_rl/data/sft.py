@@ -41,6 +41,11 @@ class SftImages:
         self._encode = encode
         self._make = make
 
+    @property
+    def left_out(self) -> Mapping[str, int]:
+        """Rows left out so far: "overlong" questions with their images, and "bad" images."""
+        return self._prompts.left_out
+
     def read(self, files: Sequence[str]) -> list[AnsweredImages]:
         """Return the conversations of all rows that the rules for images do not leave out.
 
@@ -93,7 +98,7 @@ class SftStream:
         cache_dir: Path | None = None,
         images: SftImages | None = None,
     ) -> None:
-        """Drop and count conversations of more than `max_len` tokens.
+        """Drop and count conversations of more than `max_len` tokens, or with images to skip.
 
         Raises ValueError if none is left. `cache_dir` keeps token ids; None keeps nothing.
         `images` reads the conversations for a model that sees images; None: rows with images raise
@@ -108,15 +113,17 @@ class SftStream:
             pairs = tokenize_answered(conversations, tokenization, files, "messages")
             answered = [(ids, start, ()) for ids, start in pairs]
         kept = [each for each in answered if len(each[0]) <= max_len]
+        left_out = images.left_out if images is not None else {}
+        num_long = len(answered) - len(kept) + left_out.get("overlong", 0)
+        num_bad = left_out.get("bad", 0)
         logger.info(
-            "%d conversations, %d of more than %d tokens dropped",
-            len(kept),
-            len(answered) - len(kept),
-            max_len,
+            "%d conversations, %d of more than %d tokens and %d with bad images dropped",
+            *(len(kept), num_long, max_len, num_bad),
         )
         if not kept:
             raise ValueError(
-                f"{', '.join(files)}: no conversation of at most sft.max_len={max_len} tokens"
+                f"{', '.join(files)}: no conversation of at most sft.max_len={max_len} tokens is"
+                f" left: {num_long} have more, {num_bad} have images that cannot be used"
             )
         self._stream: ShuffledStream[AnsweredImages] = ShuffledStream(kept, seed)
 

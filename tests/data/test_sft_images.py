@@ -28,13 +28,13 @@ def encode_messages(messages: list[dict[str, Any]], generation_prompt: bool) -> 
     )
 
 
-def make_images(folder: Path, max_len: int = 200) -> SftImages:
+def make_images(folder: Path, max_len: int = 200, bad: str = "error") -> SftImages:
     processor = ImageProcessor(write_processor(folder / "model"))
     prompts = ImagePrompts(
         processor,
         lambda messages: encode_messages(messages, True),
         PLACEHOLDER_ID,
-        ImageRules(max_len),
+        ImageRules(max_len, bad=bad),
         MESSAGES,
     )
     return SftImages(prompts, encode_messages, processor.patches_of)
@@ -90,6 +90,22 @@ def test_patches_lie_at_their_sequences(tmp_path: Path) -> None:
     assert nums_patches == [4 * num for num in num_tokens]
     trained = TOKENIZER.decode(batch.token_ids_T[batch.loss_mask_T])
     assert sorted(trained) == sorted("twofourone")
+
+
+def test_conversations_that_are_left_out_are_counted(tmp_path: Path, caplog) -> None:
+    large = ("<image>", "one", [encode(noise(160, 160))])
+    broken = ("<image>", "one", [b"no image"])
+    long = ("2 + 2", "four" * 10, [])
+    files = write_rows(tmp_path, large, broken, ("2 + 2", "four", []), broken, long)
+    images = make_images(tmp_path, max_len=30, bad="skip")
+    with caplog.at_level("INFO"):
+        SftStream(files, TOKENIZER, 30, seed=0, images=images)
+    told = "1 conversations, 2 of more than 30 tokens and 2 with bad images dropped"
+    assert told in caplog.text
+    images = make_images(tmp_path, max_len=30, bad="skip")
+    files = write_rows(tmp_path, large, broken, broken)
+    with pytest.raises(ValueError, match="left: 1 have more, 2 have images that cannot be used"):
+        SftStream(files, TOKENIZER, 30, seed=0, images=images)
 
 
 def test_a_conversation_of_text_equals_that_of_a_text_model(tmp_path: Path) -> None:
