@@ -28,7 +28,7 @@ from mcore_rl.cluster.rank_actor import RankActor
 from mcore_rl.planning.slots import Slot
 from mcore_rl.process.cores import THREADS
 from mcore_rl.process.lost_samples import SamplesLostError
-from mcore_rl.process.signals import TerminatedError, hold_signals
+from mcore_rl.process.signals import OverdueStopError, TerminatedError, hold_signals
 
 BULK = "bulk"
 """Ray's concurrency group for calls that move much data, so that other calls need not wait."""
@@ -187,11 +187,11 @@ class RankGroup:
     def finish(self, answers: Answers) -> list[Any]:
         """Wait for `answers` and return them; on an error, kill the group before raising it.
 
-        After Ctrl-C and SIGTERM the ranks go on, and may complete what they write.
+        After Ctrl-C, SIGTERM and an overdue stop the ranks go on, and may complete what they write.
         """
         try:
             return answers.wait()
-        except (SamplesLostError, KeyboardInterrupt, TerminatedError):
+        except (SamplesLostError, KeyboardInterrupt, TerminatedError, OverdueStopError):
             raise
         except BaseException as error:
             self._fail(error)

@@ -131,6 +131,9 @@ class StoppedEarlyError(Exception):
 class OverdueStopError(BaseException):
     """Half of the grace after a request to stop is over, where nothing would be lost."""
 
+    def __init__(self, told: str = "half of run.grace_s is over since the request to stop") -> None:
+        super().__init__(told)
+
 
 @dataclass
 class _Stop:
@@ -220,6 +223,24 @@ def allow_interruption() -> Iterator[None]:
         _stop.may_interrupt = False
 
 
+@contextmanager
+def forbid_interruption() -> Iterator[None]:
+    """Have a block within one of `allow_interruption` end before OverdueStopError is raised.
+
+    An error of the block itself comes before. Only the main thread is ever interrupted.
+    """
+    if not _stop.may_interrupt or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _stop.may_interrupt = False
+    try:
+        yield
+    finally:
+        _stop.may_interrupt = True
+    if _stop.is_overdue:
+        raise OverdueStopError
+
+
 def terminate(signum: int, frame: FrameType | None) -> None:
     """Handle SIGTERM: request a stop of the loop that runs, or raise TerminatedError."""
     if _stop.grace_s and not _stop.is_terminated:
@@ -249,8 +270,8 @@ def _tell_why_not() -> None:
     _stop.is_told = True
     told = (
         "mcore-rl: half of run.grace_s is over since the request to stop, in a part of the step"
-        " that is not interrupted (training, a weight sync, a save): the run ends when its step is"
-        " saved\n"
+        " that is not interrupted (training, a weight sync, a save, a recovery): the run ends when"
+        " its step, or the one before, is saved\n"
     )
     # A signal handler must not write to a buffered stream that it may have interrupted.
     with contextlib.suppress(OSError):

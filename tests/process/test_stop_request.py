@@ -16,6 +16,7 @@ from mcore_rl.process.signals import (
     StoppedEarlyError,
     TerminatedError,
     allow_interruption,
+    forbid_interruption,
     handle_stops,
     is_stop_requested,
     terminate,
@@ -37,6 +38,14 @@ def handlers() -> Iterator[None]:
 def wait(seconds: float = 20.0) -> None:
     """Wait as a rollout does; a signal that only is noted does not end the wait."""
     threading.Event().wait(seconds)
+
+
+def wait_until_told() -> None:
+    """Wait until stderr says that a stop is overdue where nothing is interrupted."""
+    until_s = time.monotonic() + 20.0
+    while not signals._stop.is_told:
+        assert time.monotonic() < until_s
+        wait(0.01)
 
 
 def list_waits() -> list[float]:
@@ -68,6 +77,30 @@ def test_what_may_be_interrupted_is_after_half_of_the_grace(
         with pytest.raises(OverdueStopError), allow_interruption():
             raise AssertionError("it is overdue already")
         os.kill(os.getpid(), SIGNAL)  # nothing that trains is interrupted
+
+
+def test_what_must_not_be_cut_ends_before_an_overdue_stop_does() -> None:
+    ended: list[str] = []
+    with handle_stops(0.4):
+        os.kill(os.getpid(), SIGNAL)
+        stopped = pytest.raises(OverdueStopError, match="since the request to stop")
+        with stopped, allow_interruption():
+            with forbid_interruption():
+                ended.append("before it is due")
+            with forbid_interruption():
+                wait_until_told()
+                ended.append("overdue")
+            ended.append("never")
+        with forbid_interruption():
+            ended.append("nothing may be interrupted here")
+    assert ended == ["before it is due", "overdue", "nothing may be interrupted here"]
+
+
+def test_an_error_comes_before_an_overdue_stop() -> None:
+    with handle_stops(0.1), pytest.raises(KeyError), allow_interruption(), forbid_interruption():
+        os.kill(os.getpid(), SIGNAL)
+        wait_until_told()
+        raise KeyError
 
 
 def test_a_request_from_before_the_loop_counts() -> None:

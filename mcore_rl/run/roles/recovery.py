@@ -25,6 +25,7 @@ from mcore_rl.logs.run_folder import RunFolder
 from mcore_rl.loops.roles import State
 from mcore_rl.process.clock import now_s
 from mcore_rl.process.process_state import RestartBudget
+from mcore_rl.process.signals import forbid_interruption
 from mcore_rl.run.roles.colocation import ALL, SharedGpus
 from mcore_rl.run.roles.failed_saves import note_failed_saves
 from mcore_rl.types import FailedSaves
@@ -159,7 +160,8 @@ class RankRecovery:
                 self.recover(error)
 
     def take_back(self) -> bool:
-        self.repeat(lambda: self._restore(self._trained.step))
+        with forbid_interruption():
+            self.repeat(lambda: self._restore(self._trained.step))
         return True
 
     def save(self, step: int, work: Callable[[], None]) -> None:
@@ -184,7 +186,14 @@ class RankRecovery:
         }
 
     def recover(self, error: Exception) -> None:
-        """Replace lost ranks and go back; raise `error` if none is lost or the budget is spent."""
+        """Replace lost ranks and go back; raise `error` if none is lost or the budget is spent.
+
+        A stop that becomes overdue waits until ranks have a state again, which can be saved.
+        """
+        with forbid_interruption():
+            self._recover(error)
+
+    def _recover(self, error: Exception) -> None:
         while True:
             lost = self._find_losses()
             if not lost:

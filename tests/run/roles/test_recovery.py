@@ -3,7 +3,10 @@
 A model here is one number that each training doubles and adds its step to.
 """
 
-from collections.abc import Callable, Mapping
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,15 @@ import pytest
 
 from mcore_rl.cluster.answers import RankDiedError, RankError, RankFaultError, RankLostError
 from mcore_rl.logs.run_folder import RunFolder
+from mcore_rl.process import signals
 from mcore_rl.process.lost_samples import SamplesLostError
+from mcore_rl.process.signals import (
+    SIGNAL,
+    OverdueStopError,
+    allow_interruption,
+    handle_stops,
+    watch_for_stop_requests,
+)
 from mcore_rl.run.roles import recovery as recovery_module
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.recovery import RankRecovery, Recovered
@@ -365,6 +376,46 @@ def test_a_death_within_a_recovery_is_another_one(tmp_path: Path) -> None:
     scene.trainer.restart = restart_badly  # type: ignore[method-assign]
     assert scene.train(1, once(scene.trainer.die)) == wanted
     assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
+
+
+@pytest.fixture
+def stop_watch() -> Iterator[None]:
+    before = signal.getsignal(SIGNAL)
+    watch_for_stop_requests()
+    yield
+    watch_for_stop_requests()
+    signal.signal(SIGNAL, before)
+
+
+@pytest.mark.usefixtures("stop_watch")
+@pytest.mark.parametrize("what", ["recover", "take back"])
+def test_a_stop_that_becomes_overdue_in_a_recovery_leaves_a_state_to_save(
+    tmp_path: Path, what: str
+) -> None:
+    [wanted] = undisturbed(tmp_path, 1)
+    scene = Scene(tmp_path)
+    scene.train(1)
+    restart = scene.trainer.restart
+
+    def restart_slowly() -> None:
+        restart()
+        until_s = time.monotonic() + 20.0
+        while not signals._stop.is_told and time.monotonic() < until_s:
+            time.sleep(0.01)
+
+    scene.trainer.restart = restart_slowly  # type: ignore[method-assign]
+    scene.trainer.die()
+    with handle_stops(0.2), pytest.raises(OverdueStopError):
+        os.kill(os.getpid(), SIGNAL)
+        with allow_interruption():
+            if what == "recover":
+                scene.recovery.recover(RankDiedError("trainer rank 0 died", [0]))
+            else:
+                scene.recovery.take_back()
+    assert (scene.trainer.number, scene.critic.number) == wanted[:2]
+    saved: list[int] = []
+    scene.recovery.save(1, lambda: saved.append(scene.trainer.train(2)))
+    assert saved and scene.trainer.num_restarts == 1
 
 
 def test_recoveries_are_bounded_and_the_reason_is_told(tmp_path: Path) -> None:
