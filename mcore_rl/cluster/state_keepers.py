@@ -183,14 +183,15 @@ class StateKeepers:
                 place.partner = partner
 
     def renew(self) -> None:
-        """Begin to copy states to other nodes again whose partner's node is lost.
+        """Begin to copy states to other nodes again whose partner's node is lost, or is now theirs.
 
         No rank may write a copy until `settle`.
         """
         alive, partners = _list_answering(), self._choose_partners()
         for name, place in self._places.items():
             partner = partners.get(place.node, "")
-            if not place.partner or place.partner in alive or not partner:
+            is_copied = place.partner in alive and place.partner != place.node
+            if not place.partner or is_copied or not partner:
                 continue
             copying = [self._pull(partner, place.node, name, k) for k in range(NUM_COPIES)]
             self._copying += copying
