@@ -50,7 +50,7 @@ def prune_if_possible(folder: RunFolder, options: CheckpointConfig) -> None:
 def refuse_lost_end(folder: RunFolder) -> None:
     """Raise UnwritableError if the last checkpoint that was begun is lost."""
     step = folder.begun_steps[-1] if folder.begun_steps else 0
-    if step in folder.failed_saves:
+    if step in folder.failed_saves and not folder.is_saved(step):
         raise UnwritableError(
             f"the last checkpoint, of step {step}, is lost: {folder.failed_saves[step]}."
             f" {_name_newest(folder)}"

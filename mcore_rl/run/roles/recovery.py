@@ -338,6 +338,7 @@ class RankRecovery:
             return
         saved_step, work = self._save
         if saved_step == step:
+            self._of.folder.failed_saves.pop(step, None)
             work()
         else:
             _log.warning(

@@ -378,6 +378,16 @@ def test_a_death_within_a_recovery_is_another_one(tmp_path: Path) -> None:
     assert (scene.trainer.num_restarts, scene.critic.num_restarts) == (1, 1)
 
 
+def test_a_save_that_failed_counts_as_begun_when_it_is_begun_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    failed: list[Mapping[int, str]] = []
+    scene.train(1)
+    scene.recovery.save(1, lambda: failed.append(dict(scene.folder.failed_saves)))
+    scene.folder.failed_saves[1] = "no space"
+    scene.train(2, once(scene.trainer.die))
+    assert failed == [{}, {}] and scene.folder.failed_saves == {}
+
+
 @pytest.fixture
 def stop_watch() -> Iterator[None]:
     before = signal.getsignal(SIGNAL)

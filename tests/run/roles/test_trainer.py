@@ -268,6 +268,8 @@ def test_a_run_outlives_saves_that_fail_and_tells_each_once(
     note_failed_saves(folder, ((str(folder.checkpoint(6)), "full"),))
     with pytest.raises(UnwritableError, match=r"of step 6, is lost: full\. .* that of step 5"):
         refuse_lost_end(folder)
+    trainer.save(6, {})
+    refuse_lost_end(folder)
 
 
 def test_the_batch_of_a_skipped_step_says_where_its_samples_lie_and_is_bounded(
