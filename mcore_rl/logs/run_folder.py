@@ -51,6 +51,8 @@ from mcore_rl.process.redaction import RedactingFormatter
 
 DAMAGED = ".damaged"
 """Suffix of a checkpoint that was found damaged when a run resumed."""
+EARLIER = f".earlier{DELETED}"
+"""Suffix of a part of a checkpoint that is saved again; not DELETED, which a rank's save uses."""
 _EARLIER_PARITY_CHECK = "canary.json"
 """The name of parity_check.json in version 0.1; a run that continues takes the file over."""
 _log = logging.getLogger(__name__)
@@ -178,6 +180,17 @@ class RunFolder:
         """Rename a damaged checkpoint, so that it no longer counts and is not deleted."""
         for path in self.list_parts(step):
             aside = path.with_name(path.name + DAMAGED)
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+
+    def set_aside(self, step: int) -> None:
+        """Rename the parts of a step whose save begins, so that none of them counts with new ones.
+
+        A part that an earlier process has left is of other samples than those that come now. The
+        next `prune` deletes it.
+        """
+        for path in filter(Path.exists, self.list_parts(step)):
+            aside = path.with_name(path.name + EARLIER)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
 

@@ -47,6 +47,16 @@ def prune_if_possible(folder: RunFolder, options: CheckpointConfig) -> None:
         _tell(f"old checkpoints are not deleted, and the run goes on: {error}")
 
 
+def set_aside_if_possible(folder: RunFolder, step: int, options: CheckpointConfig) -> None:
+    """Set earlier parts of a checkpoint aside; with on_error=continue, tell why if that fails."""
+    try:
+        folder.set_aside(step)
+    except OSError as error:
+        if options.on_error == "end":
+            raise
+        _tell(f"parts of an earlier checkpoint of step {step} are in the way: {error}")
+
+
 def refuse_lost_end(folder: RunFolder) -> None:
     """Raise UnwritableError if the last checkpoint that was begun is lost."""
     step = folder.begun_steps[-1] if folder.begun_steps else 0

@@ -26,6 +26,7 @@ from mcore_rl.run.roles.failed_saves import (
     count_failed_saves,
     note_failed_saves,
     prune_if_possible,
+    set_aside_if_possible,
 )
 from mcore_rl.run.roles.skipped_steps import SkippedSteps
 from mcore_rl.types import (
@@ -324,8 +325,11 @@ class PackedCritic:
     def save(self, step: int) -> None:
         """Wait for the previous save, then start this one.
 
-        The trainer saves after the critic and removes old checkpoints.
+        The trainer saves after the critic and removes old checkpoints. Parts of this step that an
+        earlier process has left are set aside before: a policy of one and a critic of the other
+        must not count as a checkpoint.
         """
+        set_aside_if_possible(self._folder, step, self._checkpoint)
         path = str(self._folder.critic_checkpoint(step))
         note_failed_saves(self._folder, self._ranks.save(path, {}))
         if not self._checkpoint.asynchronous:
