@@ -367,13 +367,16 @@ class ModelGroup:
     def keep_state(self, step: int) -> int:
         """Have each rank copy its state after `step`; return the bytes of all.
 
-        The keepers then begin to copy the states to other nodes, if there are any.
+        The keepers then begin to copy the states to other nodes, if there are any. Memory that was
+        lost with a keeper is reserved anew.
         """
         assert self._keepers is not None, "keep_in comes first"
         if self._earlier:
             self._keepers.settle()
             self._keepers.release([name for ranks in self._earlier for name in ranks.names])
             self._earlier = []
+        if paths := self._keepers.reserve_lost(self._names):
+            self._use_kept(paths)
         kept = self._call("keep_state", step)
         self._mirror([copy for copy, _ in kept])
         return sum(num_bytes for _, num_bytes in kept)

@@ -11,6 +11,7 @@ state that was lost with its node comes back from the partner. Ranks that others
 layout are retired: their copies are read, until those of the others are whole.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mcore_rl.cluster.answers import RankHungError
+from mcore_rl.cluster.answers import RankHungError, RankLostError, find_death
 from mcore_rl.cluster.nodes import list_alive_nodes
 from mcore_rl.process.host_memory import count_free_bytes
 from mcore_rl.process.kept_copies import Header, Span, decode_index
 from mcore_rl.process.kept_memory import HEADER_BYTES, NUM_COPIES, KeptMemory, map_kept
 
+_log = logging.getLogger(__name__)
 CHUNK_BYTES = 32 << 20
 """Bytes that one message between keepers has."""
 CALLS_AT_ONCE = 16
@@ -124,7 +126,11 @@ def start_keeper(node: str) -> Any:
 
 
 class StateKeepers:
-    """The keepers of all nodes. Ranks are named, such as "trainer0"."""
+    """The keepers of all nodes. Ranks are named, such as "trainer0".
+
+    A keeper that dies on a node that lives is replaced: the next step is kept in new memory, and
+    until then the copies of the partner count.
+    """
 
     def __init__(
         self,
@@ -147,6 +153,8 @@ class StateKeepers:
         self._actors: dict[str, Any] = dict(earlier.actors) if earlier else {}
         self._places: dict[str, StatePlace] = dict(earlier.places) if earlier else {}
         self._retired: dict[str, StatePlace] = {}
+        self._unkept: set[str] = set()
+        """Ranks whose copies were lost with their node's keeper, until memory is reserved anew."""
         self._copying: list[Any] = []
 
     @property
@@ -170,6 +178,17 @@ class StateKeepers:
         self.check_room({node: own[node] for node in sorted(set(nodes.values()))})
         return {name: self._reserve_on(nodes[name], name, size) for name, size in sizes.items()}
 
+    def reserve_lost(self, names: Collection[str]) -> dict[str, list[str]]:
+        """Return the paths of these ranks' pieces, some of them new; {}: no keeper of theirs died.
+
+        The new ones take the room of those that were lost.
+        """
+        if self._unkept.isdisjoint(names):
+            return {}
+        self._unkept -= set(names)
+        places = {name: self._places[name] for name in names}
+        return {n: self._reserve_on(place.node, n, place.num_bytes) for n, place in places.items()}
+
     def mirror(self, copies: Mapping[str, int]) -> None:
         """Begin to copy what ranks have just kept to their partner nodes, if there are any.
 
@@ -191,7 +210,7 @@ class StateKeepers:
         for name, place in self._places.items():
             partner = partners.get(place.node, "")
             is_copied = place.partner in alive and place.partner != place.node
-            if not place.partner or is_copied or not partner:
+            if not place.partner or is_copied or not partner or name in self._unkept:
                 continue
             copying = [self._pull(partner, place.node, name, k) for k in range(NUM_COPIES)]
             self._copying += copying
@@ -201,9 +220,11 @@ class StateKeepers:
         """Wait until what ranks have kept lies on their partners' nodes, too.
 
         Raises RankHungError if it takes too long. A copy that failed because a node is lost is left
-        out; the loss shows by itself.
+        out; the loss shows by itself. A keeper that died alone is replaced.
         """
         copying, self._copying = self._copying, []
+        # Where no other node copies from them, nothing else shows that keepers died.
+        is_doubtful = not any(place.partner for place in self._places.values())
         for copy in copying:
             try:
                 ray.get(copy, timeout=self._timeout_s)
@@ -212,20 +233,48 @@ class StateKeepers:
                     f"a state was not copied to its partner node within {self._timeout_s:g} s"
                 ) from error
             except RayError:
+                is_doubtful = True
+        if is_doubtful and self._actors:
+            self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        """Have other keepers take the place of those that died on nodes that live."""
+        nodes = {node.id: node.name for node in list_alive_nodes() if node.answers()}
+        asked: dict[str, Any] = {
+            node: self._actors[node].count_free_bytes.remote()
+            for node in nodes
+            if node in self._actors
+        }
+        for node, count in asked.items():
+            cause = _find_death(count, self._timeout_s)
+            if cause is None:
                 continue
+            _log.warning(
+                "the keeper of the states on node %s died (%s): another one takes its place, and"
+                " has the states of its ranks once the next step is kept",
+                *(nodes[node], cause),
+            )
+            del self._actors[node]
+            self._unkept |= {name for name, place in self._places.items() if place.node == node}
+            for place in self._places.values():
+                if place.partner == node:
+                    place.partner = ""
 
     def find(self, nodes: Mapping[str, str]) -> dict[str, list[str]]:
         """Return, by rank, the paths of its pieces on the node where it is now.
 
-        A rank that is on another node than before gets its state from the partner.
+        A rank that is on another node than before, or whose keeper died, gets its state from the
+        partner. Raises RankLostError if a keeper does not answer.
         """
+        self._forget_dead()
         found = {}
         for name, node in nodes.items():
             place = self._places[name]
             found[name] = self._reserve_on(node, name, place.num_bytes)
-            if node != place.node:
+            if node != place.node or name in self._unkept:
                 self._bring(name, place, node)
                 place.node = node
+                self._unkept.discard(name)
         return found
 
     def retire(self, names: Collection[str]) -> None:
@@ -346,8 +395,15 @@ class StateKeepers:
         """Return the paths of pieces on a node by name; those that are there stay as they are."""
         if self._is_alone:
             return self._own.reserve(sizes)
-        reserved: Any = self._keeper(node).reserve.remote(sizes)
-        return ray.get(reserved, timeout=self._timeout_s)
+        try:
+            reserved: Any = self._keeper(node).reserve.remote(sizes)
+            return ray.get(reserved, timeout=self._timeout_s)
+        except RayError as error:
+            raise RankLostError(
+                f"the keeper of the states on node {_name(node)} gives no memory"
+                f" ({_shorten(error)}): see whether the node lives and has host memory left; the"
+                " same command continues from the newest checkpoint"
+            ) from error
 
     def _choose_partners(self) -> dict[str, str]:
         """Return node -> the next node with ranks, or another one if all ranks are on one node.
@@ -380,6 +436,24 @@ def find_earlier(names: Collection[str]) -> dict[str, list[str]]:
 def _list_answering() -> list[str]:
     """Return the ids of the nodes that answer; Ray takes a lost one for alive for a while."""
     return [node.id for node in list_alive_nodes() if node.answers()]
+
+
+def _name(node: str) -> str:
+    """Return the name of a node; Ray's id if it is lost."""
+    return {each.id: each.name for each in list_alive_nodes()}.get(node, node)
+
+
+def _shorten(error: RayError) -> str:
+    return find_death(error) or str(error).strip().splitlines()[-1]
+
+
+def _find_death(answer: Any, timeout_s: float) -> str | None:
+    """Return why the actor of a call died; None if it lives, or does not answer in time."""
+    try:
+        ray.get(answer, timeout=timeout_s)
+    except RayError as error:
+        return find_death(error)
+    return None
 
 
 def _piece(name: str, k: int) -> str:
