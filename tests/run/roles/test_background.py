@@ -150,8 +150,7 @@ def test_a_step_whose_samples_are_no_use_takes_others_and_the_next_begin_as_earl
     with sampler.background:
         taken = [sorted(sampler.take(0)) for _ in range(4)]
         assert len(set(map(tuple, taken))) == 4
-        sampler.background.pause_for_sync()
-        sampler.background.resume(WeightVersion(1))
+        sampler.move_to(1)
         assert len(sampler.take(1)) == 2
 
 
