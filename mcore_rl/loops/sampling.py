@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 
 from mcore_rl.algo.lookup import needs_of
@@ -93,8 +94,9 @@ def draw_again(
 def _draw(options: SamplingOptions, roles: Roles, timer: PhaseTimer, seed: int) -> Rollout:
     if roles.background is None:
         return sample_now(options, roles, timer, seed)
+    take = partial(roles.background.take, WeightVersion(timer.step - 1))
     with timer("rollout"):
-        return Rollout(*roles.background.take(WeightVersion(timer.step - 1)))
+        return Rollout(*roles.recovery.repeat(take))
 
 
 def _reject_empty(drawn: Rollout, roles: Roles, step: int) -> None:

@@ -202,6 +202,32 @@ def test_the_background_gives_other_samples_for_those_that_are_all_lost() -> Non
     assert log.samples == [(1, "train", 8)]
 
 
+def test_the_background_is_asked_again_once_lost_ranks_are_back() -> None:
+    policy = TablePolicy(make_policy_loss(AlgorithmConfig()))
+    samples = policy.generate(make_prompts(4)[:2], 4, greedy=False, seed=0)
+    scores = policy.reward_by(repeats_the_prompt)(samples)
+    errors = [ConnectionError("a rank is lost")]
+
+    class Background(GivenSamples):
+        def take(self, version: WeightVersion) -> Taken:
+            if errors:
+                raise errors.pop()
+            return super().take(version)
+
+    class Recovers(NoRecovery):
+        def repeat(self, work: Callable[[], T]) -> T:
+            try:
+                return work()
+            except ConnectionError:
+                return work()
+
+    log = MemoryLog()
+    roles = make_roles(policy, AlgorithmConfig(), log, [])
+    roles = replace(roles, background=Background(samples, scores), recovery=Recovers())
+    take_step(roles, AlgorithmConfig())
+    assert log.samples == [(1, "train", 8)]
+
+
 def test_a_greedy_baseline_is_sampled_where_the_advantage_needs_it() -> None:
     policy, log = run(AlgorithmConfig(advantage="remax", loss="policy_gradient"), steps=12)
     assert policy.calls[2:5] == ["sample", "greedy", "train"]

@@ -244,6 +244,8 @@ class LosesStateInSync(NoRecovery):
         return super().train(step, work)
 
     def repeat(self, work: Callable[[], T]) -> T:
+        if self.work is self._lose:  # nothing is trained yet
+            return work()
         work()
         self._lose()
         self.work()

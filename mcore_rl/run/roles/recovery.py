@@ -29,6 +29,7 @@ from mcore_rl.process.signals import forbid_interruption
 from mcore_rl.run.roles.colocation import ALL, SharedGpus
 from mcore_rl.run.roles.failed_saves import note_failed_saves
 from mcore_rl.types import FailedSaves
+from mcore_rl.weight_sync.controller.sync import SyncError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -146,9 +147,11 @@ class RankRecovery:
     def repeat(self, work: Callable[[], T]) -> T:
         """Return work(); recover lost ranks and call `work` again as often as the budget allows.
 
-        Raises the error of `work` if no rank is lost, or one recovery too many is needed.
+        Raises the error of `work` if no rank is lost, or one recovery too many is needed. An engine
+        that starts again in `work` may have met the loss of a rank that is recovered beside it.
         """
         while True:
+            num_recovered = self._num_recovered
             try:
                 found = work()
                 if self._trained.work is not _do_nothing:
@@ -156,6 +159,11 @@ class RankRecovery:
                     self._trained = _Trained(self._trained.step, _do_nothing)
                 self._doubted = None
                 return found
+            except SyncError as error:
+                if self._num_recovered == num_recovered:
+                    self.recover(error)
+                else:
+                    _log.warning("%s, while ranks were recovered; trying again", error)
             except Exception as error:
                 self.recover(error)
 

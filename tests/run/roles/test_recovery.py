@@ -27,6 +27,7 @@ from mcore_rl.run.roles import recovery as recovery_module
 from mcore_rl.run.roles.colocation import EngineMemory, SharedGpus
 from mcore_rl.run.roles.recovery import RankRecovery, Recovered
 from mcore_rl.types import FailedSaves
+from mcore_rl.weight_sync.controller.sync import SyncError
 
 
 class NumberModel:
@@ -326,6 +327,28 @@ def test_an_error_of_the_work_itself_is_raised(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite"):
         scene.train(1, fail)
     assert scene.calls == []
+
+
+def test_engines_that_met_a_loss_are_tried_again_once_ranks_are_back(tmp_path: Path) -> None:
+    """The loss is recovered beside the work, in which an engine was to be brought weights."""
+    scene = Scene(tmp_path)
+    scene.train(1)
+    error = SyncError("engine 0: trainer rank 1 died during describe")
+
+    def lose_beside() -> None:
+        scene.trainer.die()
+        scene.recovery.recover(RankLostError("trainer rank 1 died"))
+        raise error
+
+    disturb = once(lose_beside)
+    assert scene.recovery.repeat(lambda: disturb() or "sampled") == "sampled"
+    assert scene.trainer.num_restarts == 1
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(SyncError, match="engine 0"):
+        scene.recovery.repeat(fail)
 
 
 def test_what_may_be_the_gpu_or_the_program_is_tried_once(tmp_path: Path) -> None:
