@@ -191,9 +191,9 @@ class RolloutSession:
     async def sample(self, request: Request, sampling: Sampling) -> Sample:
         """Return one sample, or one turn of an episode; failures are retried on other engines.
 
-        Requests that `hold` cut off or that failed before it are sampled again, those that move go
-        on elsewhere; cuts and moves don't count as failures. Raises RolloutError after too many
-        failures.
+        A request that `hold` cut off, or that failed before the hold, is sampled again from its
+        beginning. A request that moves goes on elsewhere. Cuts and moves don't count as failures.
+        Raises RolloutError after too many failures.
         """
         failed: list[EngineLoad] = []
         whole = request

@@ -249,7 +249,7 @@ def test_responses_go_on_with_other_weights_or_begin_again(engine, model):
 def test_responses_that_an_engine_has_put_back_into_its_queue_begin_again(
     engine, model, monkeypatch
 ):
-    """Their parts have come, and the last one repeats what it was told."""
+    """The client has some parts of each response; the last part repeats what those had."""
     add, ends = StreamedAnswer.add, []
 
     def note_end(self, part):

@@ -45,7 +45,7 @@ async def wait_for_free_kv(session: RolloutSession, engine: FakeSGLang) -> None:
 async def begin(
     session: RolloutSession, engine: FakeSGLang, num_posted: int
 ) -> "asyncio.Task[list[Sample]]":
-    """Have the prompts sampled, of which so many requests reach the engine and no more."""
+    """Have the prompts sampled; exactly `num_posted` of the requests reach the engine."""
     work = asyncio.create_task(session.generate(PROMPTS, 1, SAMPLING))
     await wait_until(
         lambda: len(engine.sampled) >= num_posted and len(engine.sampled) + session.num_waiting == 4

@@ -120,7 +120,7 @@ def test_what_was_drawn_comes_with_the_abort_of_a_request_with_a_name(
 def test_a_response_that_was_whole_when_it_was_aborted_is_no_part(
     loop: EventLoop, engine: FakeSGLang, ids: list[int], limit: int, end: str
 ) -> None:
-    """SGLang draws a last token as it is told of an abort, and does not look whether it ends it."""
+    """SGLang draws one token after an abort, and does not check whether it ends the response."""
     changes = {
         "finish_reason": {"type": "abort", "message": "asked to"},
         "output_token_logprobs": [[-0.5, token, None] for token in ids],

@@ -297,7 +297,7 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_near(value: float, expected: float) -> bool:
-    """Return whether two numbers are nearly the same, one of which is no whole number by type."""
+    """Return whether a float is nearly another number; two integers never are."""
     if isinstance(value, int) and isinstance(expected, int):
         return False
     try:

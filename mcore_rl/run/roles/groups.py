@@ -135,7 +135,7 @@ class GroupBuffer:
         return [group for group in self._groups if group.oldest < self.version - self._bound]
 
     def begin_step(self) -> None:
-        """Leave out what the next step took before, of which it trains on nothing."""
+        """Begin a step anew: groups that it took before, and did not train on, count no longer."""
         self._num_taken = self._per_step * self.version
 
     def choose(self) -> list[SampleGroup] | None:

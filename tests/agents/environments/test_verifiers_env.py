@@ -161,7 +161,7 @@ class Serving:
 
 @pytest.fixture
 def made(monkeypatch) -> list[Serving]:
-    """Stand in for the package; return the environments that it makes, of which one starts not."""
+    """Stand in for the package; return the environments that it makes. One does not start."""
     made: list[Serving] = []
 
     def make(config: Any) -> Serving:
